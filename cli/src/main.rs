@@ -1,0 +1,2 @@
+//! One command for people.
+fn main() {}
