@@ -18,6 +18,6 @@ pub use ids::{
 pub use layout::{DcpLayout, LayoutError, N_SHARDS};
 pub use plan::{PlanRow, SeqStep, StepPlan};
 pub use request::{
-    FinishReason, Prompt, SamplingError, SamplingParams, TokenLogprob, TokenLogprobs, Usage, MAX_LOGPROBS,
+    FinishReason, MAX_LOGPROBS, Prompt, SamplingError, SamplingParams, TokenLogprob, TokenLogprobs, Usage,
 };
 pub use shape::{GroupShape, HeadSplit, MergeForm, QueryForm, ShapeError, canonical_bounds};

@@ -130,7 +130,11 @@ mod tests {
             n_logits,
             tables: vec![vec![BlockId(3)], vec![]],
         };
-        StepPlan { step: StepId(1), epoch: Epoch(2), seqs: vec![seq(7, 4, 3, 0), seq(8, 9, 1, 1), seq(9, 0, 4, 2)] }
+        StepPlan {
+            step: StepId(1),
+            epoch: Epoch(2),
+            seqs: vec![seq(7, 4, 3, 0), seq(8, 9, 1, 1), seq(9, 0, 4, 2)],
+        }
     }
 
     #[test]

@@ -1,0 +1,15 @@
+//! The internal services in domain types: what routers, prefill workers and decode ranks say to each other.
+
+mod client;
+mod convert;
+mod server;
+mod types;
+
+pub use client::{ClientStream, DecodeClient, KvClient, PrefillClient};
+pub use server::{
+    DecodeHandler, EventStream, KvHandler, PrefillHandler, decode_server, kv_server, prefill_server,
+};
+pub use types::{
+    DecodeEvent, FirstToken, GenerateRequest, GroupInfo, KvAck, KvChunk, KvCommit, KvLayout, KvMessage,
+    KvOpen, OutputToken, PoolState, PrefillEvent, PrefillInfo, RankTarget, Reservation, RunRequest,
+};

@@ -1,0 +1,274 @@
+//! Domain types of the internal services.
+
+use std::{collections::BTreeMap, ops::Range};
+
+use bytes::Bytes;
+use longreach_types::{
+    Epoch, FinishReason, HandoffId, KvDtype, Prompt, RequestId, SamplingParams, TokenId, TokenLogprobs,
+};
+
+/// Asks a decode group for one sequence.
+#[derive(Clone, Debug)]
+pub struct GenerateRequest {
+    /// The router's id, for logs.
+    pub request_id: RequestId,
+    /// What to continue.
+    pub prompt: Prompt,
+    /// How.
+    pub sampling: SamplingParams,
+    /// Higher goes first.
+    pub priority: i32,
+}
+
+/// One event of a sequence on a decode group.
+#[derive(Clone, Debug)]
+pub enum DecodeEvent {
+    /// Blocks are reserved; comes first, once.
+    Reserved(Reservation),
+    /// A token was sampled.
+    Token(OutputToken),
+    /// The output is complete; comes last, once.
+    Finish(FinishReason),
+}
+
+/// One sampled token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OutputToken {
+    /// Index in the output, earlier legs included.
+    pub output_idx: usize,
+    /// The token.
+    pub token: TokenId,
+    /// Present when asked for.
+    pub logprobs: Option<TokenLogprobs>,
+}
+
+/// Where the KV of a prompt goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reservation {
+    /// Never reused.
+    pub handoff: HandoffId,
+    /// The group's life.
+    pub epoch: Epoch,
+    /// Prompt tokens found in the group's prefix cache.
+    pub cached_len: usize,
+    /// The group computes the rest itself.
+    pub prefilled_here: bool,
+    /// What the ranks expect of the sender.
+    pub layout: KvLayout,
+    /// Logical blocks to fill.
+    pub blocks: Range<usize>,
+    /// D.
+    pub dcp_size: usize,
+    /// Every rank, in rank order.
+    pub ranks: Vec<RankTarget>,
+}
+
+/// One rank as a receiver of KV.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankTarget {
+    /// Rank in the group.
+    pub rank: usize,
+    /// Its DCP rank.
+    pub dcp_rank: usize,
+    /// Address of its KV service.
+    pub endpoint: String,
+    /// KV heads it stores; may be empty.
+    pub kv_heads: Range<usize>,
+}
+
+/// Everything two workers must agree on before KV may pass between them.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct KvLayout {
+    /// Digest of architecture and weights.
+    pub model_fingerprint: [u8; 16],
+    /// Transformer layers.
+    pub n_layers: usize,
+    /// KV heads of the whole model.
+    pub n_kv_heads: usize,
+    /// Size of a key or value head.
+    pub head_dim: usize,
+    /// Number format of stored KV.
+    pub kv_dtype: KvDtype,
+    /// B.
+    pub block_size: usize,
+    /// C.
+    pub n_shards: usize,
+    /// Version of the wire format.
+    pub wire_version: u32,
+}
+
+impl KvLayout {
+    /// The first field that differs, with this side's value and the other's.
+    pub fn first_difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
+        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let fields = [
+            ("wire_version", self.wire_version.to_string(), other.wire_version.to_string()),
+            ("model_fingerprint", hex(&self.model_fingerprint), hex(&other.model_fingerprint)),
+            ("n_layers", self.n_layers.to_string(), other.n_layers.to_string()),
+            ("n_kv_heads", self.n_kv_heads.to_string(), other.n_kv_heads.to_string()),
+            ("head_dim", self.head_dim.to_string(), other.head_dim.to_string()),
+            ("kv_dtype", self.kv_dtype.to_string(), other.kv_dtype.to_string()),
+            ("block_size", self.block_size.to_string(), other.block_size.to_string()),
+            ("n_shards", self.n_shards.to_string(), other.n_shards.to_string()),
+        ];
+        fields.into_iter().find(|(_, ours, theirs)| ours != theirs)
+    }
+}
+
+/// Blocks of one rank's pool: `free + cached + Σ held = total`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PoolState {
+    /// All blocks.
+    pub total: usize,
+    /// Holding nothing.
+    pub free: usize,
+    /// Holding KV for later prompts.
+    pub cached: usize,
+    /// Owned, by reason.
+    pub held: BTreeMap<String, usize>,
+}
+
+/// A decode group and its load.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupInfo {
+    /// The group's name.
+    pub group_id: String,
+    /// Its life.
+    pub epoch: Epoch,
+    /// What it expects of senders.
+    pub layout: KvLayout,
+    /// N.
+    pub n_ranks: usize,
+    /// D.
+    pub dcp_size: usize,
+    /// The longest sequence it can hold.
+    pub max_seq_len: usize,
+    /// Vocabulary size.
+    pub vocab_size: usize,
+    /// Each rank's pool.
+    pub pools: Vec<PoolState>,
+    /// Sequences that wait for blocks.
+    pub n_waiting: usize,
+    /// Sequences that hold blocks.
+    pub n_running: usize,
+}
+
+/// Asks a prefill worker for one prompt.
+#[derive(Clone, Debug)]
+pub struct RunRequest {
+    /// The router's id, for logs.
+    pub request_id: RequestId,
+    /// What to compute.
+    pub prompt: Prompt,
+    /// How the first token is sampled.
+    pub sampling: SamplingParams,
+    /// Where the KV goes.
+    pub reservation: Reservation,
+    /// Higher goes first.
+    pub priority: i32,
+}
+
+/// One event of a prefill.
+#[derive(Clone, Debug)]
+pub enum PrefillEvent {
+    /// The first token of this leg.
+    FirstToken(FirstToken),
+    /// Every rank has verified its share.
+    HandoffDone {
+        /// KV bytes sent, all ranks.
+        sent_bytes: u64,
+    },
+}
+
+/// The first token of a leg.
+#[derive(Clone, Debug)]
+pub struct FirstToken {
+    /// The token.
+    pub token: OutputToken,
+    /// Set when it ends the output; nothing is transferred then.
+    pub finish: Option<FinishReason>,
+    /// Prompt tokens found in the worker's prefix cache.
+    pub cached_len: usize,
+}
+
+/// A prefill worker and its load.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PrefillInfo {
+    /// The worker's name.
+    pub worker_id: String,
+    /// What it sends.
+    pub layout: KvLayout,
+    /// The longest prompt it can hold.
+    pub max_seq_len: usize,
+    /// Vocabulary size.
+    pub vocab_size: usize,
+    /// Its pool.
+    pub pool: PoolState,
+    /// Prompts that wait.
+    pub n_waiting: usize,
+    /// Prompts that hold blocks.
+    pub n_running: usize,
+    /// Prompt tokens accepted and not yet computed.
+    pub queued_tokens: u64,
+}
+
+/// One message of a hand-off to one rank.
+#[derive(Clone, Debug)]
+pub enum KvMessage {
+    /// First.
+    Open(KvOpen),
+    /// KV of a run of blocks.
+    Chunk(KvChunk),
+    /// Last.
+    Commit(KvCommit),
+}
+
+/// Names the hand-off and what both sides must agree on.
+#[derive(Clone, Debug)]
+pub struct KvOpen {
+    /// As in the reservation.
+    pub handoff: HandoffId,
+    /// As in the reservation.
+    pub epoch: Epoch,
+    /// The receiver's rank.
+    pub rank: usize,
+    /// The sender's layout.
+    pub layout: KvLayout,
+    /// Tokens of the prompt.
+    pub prompt_len: usize,
+}
+
+/// One contiguous run of a rank's blocks, of one run of layers.
+#[derive(Clone, Debug)]
+pub struct KvChunk {
+    /// Layers.
+    pub layers: Range<usize>,
+    /// Indices into the rank's own blocks.
+    pub blocks: Range<usize>,
+    /// Layers outermost, then blocks.
+    pub payload: Bytes,
+    /// CRC-32C of each (layer, block) part, in payload order.
+    pub crc32c: Vec<u32>,
+}
+
+/// Ends a hand-off on one rank.
+#[derive(Clone, Debug)]
+pub struct KvCommit {
+    /// Blocks that were sent to this rank.
+    pub n_blocks: usize,
+    /// Layers of each.
+    pub n_layers: usize,
+    /// Order-independent digest over all parts.
+    pub digest: u64,
+    /// First half of the SHA-256 of the prompt's token ids.
+    pub prompt_hash: [u8; 16],
+    /// To rank 0 only.
+    pub first_token: Option<OutputToken>,
+}
+
+/// What a rank verified.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvAck {
+    /// Blocks complete in every layer.
+    pub n_blocks: usize,
+}
