@@ -6,6 +6,7 @@
 //! router's gRPC face alone, which converts [`inference`] messages itself, since their checks need the tokenizer.
 
 mod error;
+pub mod group;
 pub mod worker;
 
 pub use error::WorkerError;
