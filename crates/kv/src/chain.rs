@@ -100,6 +100,12 @@ impl TokenChain {
         self.hash_full_blocks();
     }
 
+    /// Appends tokens in order.
+    pub fn extend(&mut self, tokens: &[TokenId]) {
+        self.tokens.extend_from_slice(tokens);
+        self.hash_full_blocks();
+    }
+
     /// All tokens.
     pub fn tokens(&self) -> &[TokenId] {
         &self.tokens

@@ -171,6 +171,11 @@ impl KvManager {
         self.seqs.get(&seq).map(|blocks| &*blocks.tables)
     }
 
+    /// Why the blocks of `seq` are held; `None` if it holds none.
+    pub fn reason(&self, seq: SeqId) -> Option<Reason> {
+        self.seqs.get(&seq).map(|blocks| blocks.reason)
+    }
+
     /// Positions of `seq` whose KV is computed, as far as [`KvManager::commit`] was told; cached ones included.
     pub fn computed_len(&self, seq: SeqId) -> Option<usize> {
         self.seqs.get(&seq).map(|blocks| blocks.computed_len)
