@@ -56,7 +56,9 @@ impl fmt::Display for Op {
 pub struct Call {
     /// The collective.
     pub op: Op,
-    /// Its number in the life of the communicator.
+    /// The communicator: 0 is the whole group, every split has a number of its own.
+    pub group: u32,
+    /// The collective's number in the life of the communicator.
     pub seq: u64,
     /// Bytes that pass from the one to the other.
     pub n_bytes: u64,
@@ -64,7 +66,11 @@ pub struct Call {
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} number {} with {} bytes", self.op, self.seq, self.n_bytes)
+        write!(
+            f,
+            "{} number {} of communicator {} with {} bytes",
+            self.op, self.seq, self.group, self.n_bytes
+        )
     }
 }
 
@@ -90,6 +96,12 @@ pub enum CommError {
     /// An [`AbortHandle`](crate::AbortHandle) was used, here or on a peer.
     #[error("the group was aborted")]
     Aborted,
+    /// A peer ended the epoch for a reason that its own log tells.
+    #[error("rank {rank} ended the group")]
+    PeerFailed {
+        /// The peer.
+        rank: usize,
+    },
     /// Two ranks took part in the same place with different calls: their plans differ.
     #[error("ranks disagree: rank {peer} sent {theirs}, rank {rank} expected {ours}")]
     Disagree {
@@ -133,10 +145,8 @@ pub enum CommError {
         value: u64,
     },
     /// The operating system refused something that is no peer's fault.
-    #[error("{op}: i/o error of kind {kind}")]
+    #[error("i/o error of kind {kind}")]
     Io {
-        /// What was called.
-        op: Op,
         /// What the operating system said.
         kind: std::io::ErrorKind,
     },

@@ -16,11 +16,13 @@ mod comm;
 pub mod control;
 mod error;
 mod local;
+mod tcp;
 mod transport;
 
 pub use comm::{AbortHandle, CommConfig, Communicator, WaitPolicy};
 pub use error::{Call, CommError, Op};
 pub use local::{LocalCommunicator, local_group};
+pub use tcp::{ConnectError, ControlEnd, TcpCommunicator, TcpConfig, TcpGroup};
 
 #[cfg(test)]
 mod tests;

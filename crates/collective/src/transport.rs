@@ -212,6 +212,12 @@ impl<X: Transport> Communicator<[f32]> for X {
     }
 }
 
+/// The number of the communicators that collective `seq` of communicator `group` splits it into. Nested splits are
+/// known to their members only, so it is computed, not counted.
+pub(crate) fn part_id(group: u32, seq: u64) -> u32 {
+    (group.wrapping_mul(0x9e37_79b1).wrapping_add(seq as u32)).max(1)
+}
+
 /// The sum of counts; saturating, so that nonsense fails the comparison with a buffer's length.
 fn total(counts: &[usize]) -> usize {
     counts.iter().fold(0, |sum, &count| sum.saturating_add(count))

@@ -21,7 +21,7 @@ use std::{
 use crate::{
     comm::{AbortHandle, CommConfig},
     error::{Call, CommError, Op},
-    transport::{Exchange, MAX_RANKS, Transport},
+    transport::{Exchange, MAX_RANKS, Transport, part_id},
 };
 use rendezvous::{Fate, Rendezvous};
 
@@ -31,7 +31,7 @@ use rendezvous::{Fate, Rendezvous};
 /// If `n_ranks` is not in 1..=64.
 pub fn local_group(n_ranks: usize, config: CommConfig) -> Vec<LocalCommunicator> {
     assert!((1..=MAX_RANKS).contains(&n_ranks), "a group has 1 to {MAX_RANKS} ranks, not {n_ranks}");
-    let shared = Arc::new(Shared::new(0..n_ranks, config, Arc::default()));
+    let shared = Arc::new(Shared::new(0..n_ranks, 0, config, Arc::default()));
     (0..n_ranks).map(|rank| LocalCommunicator { rank, seq: 0, shared: Arc::clone(&shared) }).collect()
 }
 
@@ -48,6 +48,8 @@ pub struct LocalCommunicator {
 #[derive(Debug)]
 struct Shared {
     config: CommConfig,
+    /// The communicator's number in errors.
+    group: u32,
     /// `slots[r][seq % 2]` is written by rank `r` only.
     slots: Vec<[RwLock<Post>; 2]>,
     meet: Rendezvous,
@@ -73,10 +75,11 @@ struct Post {
 }
 
 impl Shared {
-    fn new(ranks: Range<usize>, config: CommConfig, fate: Arc<Fate>) -> Self {
+    fn new(ranks: Range<usize>, group: u32, config: CommConfig, fate: Arc<Fate>) -> Self {
         let post = || RwLock::new(Post { op: Op::Barrier, seq: 0, bytes: Vec::new(), ranges: Vec::new() });
         Self {
             config,
+            group,
             slots: ranks.clone().map(|_| [post(), post()]).collect(),
             meet: Rendezvous::new(ranks, config, fate),
             parts: Mutex::default(),
@@ -114,7 +117,12 @@ impl LocalCommunicator {
         let op = exchange.op;
         let recv = exchange.recv_from(peer);
         if post.op != op || sent.len() != recv.len() {
-            let call = |op, n_bytes: usize| Call { op, seq: self.seq, n_bytes: n_bytes as u64 };
+            let call = |op, n_bytes: usize| Call {
+                op,
+                group: self.shared.group,
+                seq: self.seq,
+                n_bytes: n_bytes as u64,
+            };
             return Err(CommError::Disagree {
                 rank: self.shared.meet.global(self.rank),
                 peer: self.shared.meet.global(peer),
@@ -164,7 +172,8 @@ impl Transport for LocalCommunicator {
         let mut made = self.shared.parts.lock().unwrap_or_else(PoisonError::into_inner);
         let part = made.entry(key).or_insert_with(|| {
             let global = self.shared.meet.global(ranks.start)..self.shared.meet.global(ranks.end);
-            let shared = Shared::new(global, self.shared.config, self.shared.meet.fate());
+            let group = part_id(self.shared.group, self.seq);
+            let shared = Shared::new(global, group, self.shared.config, self.shared.meet.fate());
             Part { shared: Arc::new(shared), n_fetched: 0 }
         });
         let shared = Arc::clone(&part.shared);
