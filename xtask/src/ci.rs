@@ -65,7 +65,9 @@ pub(crate) fn run(workspace: &Workspace, scope: Scope) -> Result<(), Failure> {
             Ok(Outcome::Skipped(reason)) => format!("skipped: {reason}"),
             Err(_) => "FAILED".to_owned(),
         };
-        report.push(format!("{:<9} {:>7.1} s  {word}", step.name, began.elapsed().as_secs_f64()));
+        let line = format!("{:<9} {:>7.1} s  {word}", step.name, began.elapsed().as_secs_f64());
+        println!("{line}");
+        report.push(line);
         if let Err(source) = outcome {
             failure = Some(Failure::Step { name: step.name, source: Box::new(source) });
             break;
@@ -98,7 +100,7 @@ fn clippy() -> Result<Outcome, Failure> {
 /// Licences, advisories and duplicate versions. The tool takes longer to build than all our code, so it is used
 /// where it is and not installed where it is not.
 fn deny() -> Result<Outcome, Failure> {
-    if !process::is_there(&mut process::cargo(&["deny", "--version"])) {
+    if !process::succeeds(&mut process::cargo(&["deny", "--version"])) {
         return Ok(Outcome::Skipped("cargo-deny is not installed"));
     }
     cargo(&["deny", "--offline", "check", "bans", "licenses", "sources"])

@@ -47,8 +47,8 @@ pub(crate) fn run_watched(command: &mut Command, mut on_line: impl FnMut(&str)) 
     expect_success(command, status)
 }
 
-/// Whether a program exists and answers `--version`.
-pub(crate) fn is_there(command: &mut Command) -> bool {
+/// Whether a program can be run and says yes; what it prints is not shown.
+pub(crate) fn succeeds(command: &mut Command) -> bool {
     command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }
 
@@ -114,7 +114,7 @@ impl Background {
     /// Sends a signal. The program has not been reaped while `running`, so its number is still its own, unless
     /// it ends in this very moment; then there is nobody to receive the signal.
     fn signal(&self, name: &str) {
-        is_there(Command::new("kill").arg(format!("-{name}")).arg(self.pid.to_string()));
+        send_signal(name, self.pid);
     }
 }
 
@@ -125,6 +125,11 @@ impl Drop for Background {
             let _status = self.ended.recv_timeout(STOP_LIMIT);
         }
     }
+}
+
+/// Sends a signal by the shell's own `kill`, since small systems have no such program. Says whether it was sent.
+fn send_signal(name: &str, pid: u32) -> bool {
+    succeeds(Command::new("sh").args(["-c", r#"kill -"$0" "$1""#, name]).arg(pid.to_string()))
 }
 
 /// A thread that waits for the child, so that others can wait for its end with a time limit.
@@ -171,9 +176,9 @@ mod tests {
     #[test]
     fn a_dropped_program_is_gone() {
         let background = Background::start(Command::new("sleep").arg("60")).unwrap();
-        let pid = background.pid.to_string();
-        assert!(is_there(Command::new("kill").args(["-0", &pid])));
+        let pid = background.pid;
+        assert!(send_signal("0", pid));
         drop(background);
-        assert!(!is_there(Command::new("kill").args(["-0", &pid])));
+        assert!(!send_signal("0", pid));
     }
 }
