@@ -76,7 +76,8 @@ pub struct WaitPolicy {
     /// How long it spins. Longer saves wake-ups (tens of microseconds each) when peers come at slightly different
     /// times; it burns a core that another thread may need.
     pub spin: Duration,
-    /// How often it then offers its core to others.
+    /// How often it then offers its core to others. Over TCP a rank offers its core all the while it spins, and
+    /// this is not used.
     pub n_yields: u32,
 }
 

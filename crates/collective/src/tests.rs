@@ -33,7 +33,7 @@ fn tcp(n_ranks: usize, config: CommConfig) -> Vec<Comm> {
 }
 
 /// Groups over loopback whose ranks start in any order.
-fn tcp_groups(n_ranks: usize, comm: CommConfig) -> Vec<TcpGroup> {
+pub(crate) fn tcp_groups(n_ranks: usize, comm: CommConfig) -> Vec<TcpGroup> {
     let listeners: Vec<_> = (0..n_ranks).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
     let addrs: Vec<_> = listeners.iter().map(|listener| listener.local_addr().unwrap()).collect();
     thread::scope(|scope| {
@@ -49,7 +49,7 @@ fn tcp_groups(n_ranks: usize, comm: CommConfig) -> Vec<TcpGroup> {
     })
 }
 
-fn tcp_config(rank: usize, addrs: Vec<SocketAddr>, comm: CommConfig) -> TcpConfig {
+pub(crate) fn tcp_config(rank: usize, addrs: Vec<SocketAddr>, comm: CommConfig) -> TcpConfig {
     let connect_timeout = Duration::from_secs(30);
     TcpConfig { rank, addrs, nonce: 7, epoch: 3, connect_timeout, comm, control: ControlConfig::default() }
 }

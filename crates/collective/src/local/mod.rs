@@ -7,7 +7,7 @@
 //! where this wakes sleepers once per collective.
 //!
 //! Measured (example `collective_latency`, release, 2 cores of an AVX-512 server part shared with other jobs),
-//! median of an all-gather of 576 floats: 0.45 µs with 2 threads, 8 µs with 4 and 18 µs with 8 threads on 2 cores,
+//! median of an all-gather of 576 floats: 0.5 µs with 2 threads, 8 µs with 4 and 17 µs with 8 threads on 2 cores,
 //! where each rendezvous costs switches between threads. One thread only copies: 0.06 µs.
 
 mod rendezvous;

@@ -4,6 +4,9 @@
 //! encrypt, and the nonce of its greeting keeps strangers out by mistake, not by malice: run it on a network that
 //! only the group can reach.
 //!
+//! Measured over loopback (example `collective_latency`, release, all ranks on the same 2 cores), median of an
+//! all-gather of 576 floats: 8 µs with 2 ranks, 63 µs with 4, 250 µs with 8.
+//!
 //! Communicators split from a group use the group's connections. Frames name their communicator, and since one
 //! thread drives them all, frames of a connection arrive in the order in which they are wanted.
 
