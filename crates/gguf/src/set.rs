@@ -52,6 +52,11 @@ impl Gguf {
         &self.files[tensor.shard].bytes()[tensor.start..tensor.start + tensor.len]
     }
 
+    /// Metadata, tensors and files, for whoever keeps them in a form of its own.
+    pub fn into_parts(self) -> (Metadata, Vec<TensorInfo>, Vec<MappedFile>) {
+        (self.metadata, self.tensors, self.files)
+    }
+
     /// The files, in order.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         self.files.iter().map(MappedFile::path)
