@@ -199,8 +199,13 @@ impl PrefixIndex {
         })?;
         let Parent::Node(parent) = node.parent else { return Ok(()) };
         AuditError::check(self.is_alive(parent), || format!("{place:?} has lost its parent"))?;
-        let siblings = |&child: &Place| self.node(child).and_then(|node| node.next_sibling);
         let first = self.node(parent.place).and_then(|node| node.first_child);
+        let after_prev = match node.prev_sibling {
+            None => first,
+            Some(prev) => self.node(prev).and_then(|node| node.next_sibling),
+        };
+        AuditError::check(after_prev == Some(place), || format!("{place:?} has a wrong sibling before it"))?;
+        let siblings = |&child: &Place| self.node(child).and_then(|node| node.next_sibling);
         let listed =
             std::iter::successors(first, siblings).take(self.n_nodes).filter(|child| *child == place);
         AuditError::check(listed.count() == 1, || {

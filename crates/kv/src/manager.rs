@@ -12,6 +12,8 @@
 //! call [`KvManager::free`] before they have ended; `longreach-sched` keeps that rule for steps.
 
 mod audit;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 
