@@ -1,0 +1,241 @@
+//! The register tiles of [`super::matmul`]: one panel of sixteen outputs times up to twelve tokens.
+//!
+//! Within 32 columns the byte quads are the outer loop and the tokens the inner one: each quad of weights is
+//! unpacked once for all tokens, and the tokens' accumulators are independent chains.
+
+use std::{marker::PhantomData, mem::MaybeUninit, ops::Range};
+
+use longreach_types::N_SHARDS;
+
+use super::Job;
+use crate::{
+    element::Element,
+    pack::Run,
+    panel::{Format, Numbers},
+    quant::{ActBlock, QUADS, TileSet},
+    simd::{Kernel, LANES, Simd},
+    stored::GROUP,
+};
+
+/// Panels of a quantised run, for the whole batch.
+pub(super) struct QuantTask<'a, F> {
+    task: Task<'a>,
+    _format: PhantomData<F>,
+}
+
+/// Panels of a float run, for the whole batch.
+pub(super) struct FloatTask<'a, N> {
+    task: Task<'a>,
+    _number: PhantomData<N>,
+}
+
+struct Task<'a> {
+    job: &'a Job<'a>,
+    run: &'a Run,
+    panels: Range<usize>,
+}
+
+impl<'a, F> QuantTask<'a, F> {
+    /// # Safety
+    /// No other task may hold these panels.
+    pub(super) unsafe fn new(job: &'a Job<'a>, run: &'a Run, panels: Range<usize>) -> Self {
+        Self { task: Task { job, run, panels }, _format: PhantomData }
+    }
+}
+
+impl<'a, N> FloatTask<'a, N> {
+    /// # Safety
+    /// No other task may hold these panels.
+    pub(super) unsafe fn new(job: &'a Job<'a>, run: &'a Run, panels: Range<usize>) -> Self {
+        Self { task: Task { job, run, panels }, _number: PhantomData }
+    }
+}
+
+impl<F: Format> Kernel for QuantTask<'_, F> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Some(acts) = &self.task.job.acts else { return };
+        for panel in self.task.panels.clone() {
+            let weights = self.task.run.quantised::<F>(panel);
+            quant_tiles::<S, F, 12>(s, &self.task, panel, weights, &acts.t12);
+            quant_tiles::<S, F, 4>(s, &self.task, panel, weights, &acts.t4);
+            quant_tiles::<S, F, 2>(s, &self.task, panel, weights, &acts.t2);
+            quant_tiles::<S, F, 1>(s, &self.task, panel, weights, &acts.t1);
+        }
+    }
+}
+
+impl<N: Element> Kernel for FloatTask<'_, N> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Some(columns) = &self.task.job.columns else { return };
+        for panel in self.task.panels.clone() {
+            let weights = self.task.run.floats::<N::Bits>(panel);
+            float_tiles::<S, N, 12>(s, &self.task, panel, weights, &columns.t12);
+            float_tiles::<S, N, 4>(s, &self.task, panel, weights, &columns.t4);
+            float_tiles::<S, N, 2>(s, &self.task, panel, weights, &columns.t2);
+            float_tiles::<S, N, 1>(s, &self.task, panel, weights, &columns.t1);
+        }
+    }
+}
+
+#[inline(always)]
+fn quant_tiles<S: Simd, F: Format, const T: usize>(
+    s: S,
+    task: &Task<'_>,
+    panel: usize,
+    (scales, codes): (&[F::Scales], &[F::Codes]),
+    set: &TileSet<T, ActBlock<T>>,
+) {
+    for (token, blocks) in set.tiles() {
+        let sums = segments_sum(s, task.job.w.segment_ends(), GROUP, |steps| {
+            quant_tile::<S, F, T>(s, &scales[steps.clone()], &codes[steps.clone()], &blocks[steps])
+        });
+        // SAFETY: the task holds the panel.
+        unsafe { write_tile(s, task, panel, token, sums) };
+    }
+}
+
+#[inline(always)]
+fn float_tiles<S: Simd, N: Element, const T: usize>(
+    s: S,
+    task: &Task<'_>,
+    panel: usize,
+    weights: &[[N::Bits; LANES]],
+    set: &TileSet<T, [f32; T]>,
+) {
+    for (token, columns) in set.tiles() {
+        let sums = segments_sum(s, task.job.w.segment_ends(), 1, |steps| {
+            let mut acc = [s.splat(0.0); T];
+            for (w, x) in weights[steps.clone()].iter().zip(&columns[steps]) {
+                let w = N::load(s, w);
+                for t in 0..T {
+                    acc[t] = s.fma(s.splat(x[t]), w, acc[t]);
+                }
+            }
+            acc
+        });
+        // SAFETY: the task holds the panel.
+        unsafe { write_tile(s, task, panel, token, sums) };
+    }
+}
+
+/// # Safety
+/// The task must hold the panel.
+#[inline(always)]
+unsafe fn write_tile<S: Simd, const T: usize>(
+    s: S,
+    task: &Task<'_>,
+    panel: usize,
+    token: usize,
+    sums: [S::F; T],
+) {
+    let mut lanes = [0.0; LANES];
+    for (t, sum) in sums.into_iter().enumerate() {
+        s.store(sum, &mut lanes);
+        // SAFETY: this function's contract.
+        unsafe { task.job.write(task.run, panel, token + t, &lanes) };
+    }
+}
+
+/// Sums each segment with `tile`, then adds the sums in the fixed tree.
+#[inline(always)]
+fn segments_sum<S: Simd, const T: usize>(
+    s: S,
+    segment_ends: &[usize],
+    step_len: usize,
+    tile: impl Fn(Range<usize>) -> [S::F; T],
+) -> [S::F; T] {
+    let mut sums = [const { MaybeUninit::<[S::F; T]>::uninit() }; N_SHARDS];
+    let (mut n, mut start) = (0, 0);
+    for &end in segment_ends {
+        let end = end / step_len;
+        sums[n].write(tile(start..end));
+        (n, start) = (n + 1, end);
+    }
+    // SAFETY: the first `n` are written, and a packed matrix has at least one segment.
+    let sums = unsafe { sums[..n].assume_init_mut() };
+    let mut add = |to: usize, from: usize| {
+        for t in 0..T {
+            sums[to][t] = s.add(sums[to][t], sums[from][t]);
+        }
+    };
+    if n.is_power_of_two() {
+        let mut stride = 1;
+        while stride < n {
+            (0..n).step_by(2 * stride).for_each(|i| add(i, i + stride));
+            stride *= 2;
+        }
+    } else {
+        (1..n).for_each(|i| add(0, i));
+    }
+    sums[0]
+}
+
+#[inline(always)]
+fn quant_tile<S: Simd, F: Format, const T: usize>(
+    s: S,
+    scales: &[F::Scales],
+    codes: &[F::Codes],
+    blocks: &[ActBlock<T>],
+) -> [S::F; T] {
+    let mut acc = [s.splat(0.0); T];
+    for ((scales, codes), block) in scales.iter().zip(codes).zip(blocks) {
+        let numbers = scales.as_ref();
+        let scale = numbers[0].load(s);
+        if F::SPLIT {
+            add_part::<S, F, T>(s, (scale, codes), block, 0..QUADS / 2, &mut acc);
+            let scale = numbers[1].load(s);
+            add_part::<S, F, T>(s, (scale, codes), block, QUADS / 2..QUADS, &mut acc);
+        } else {
+            add_part::<S, F, T>(s, (scale, codes), block, 0..QUADS, &mut acc);
+        }
+        if F::TYPE.has_min() {
+            let min = numbers[1].load(s);
+            for t in 0..T {
+                acc[t] = s.fma(min, s.splat(block.d_sum[t]), acc[t]);
+            }
+        }
+    }
+    acc
+}
+
+/// Adds the product of the quads that share a scale.
+#[inline(always)]
+fn add_part<S: Simd, F: Format, const T: usize>(
+    s: S,
+    (scale, codes): (S::F, &F::Codes),
+    block: &ActBlock<T>,
+    quads: Range<usize>,
+    acc: &mut [S::F; T],
+) {
+    use crate::panel::Codes;
+    let offset = i32::from(F::TYPE.offset());
+    let mut dot = [s.splat_i32(0); T];
+    if offset != 0 {
+        for t in 0..T {
+            let [a, b] = block.neg_sums[t];
+            let neg_sum = if quads.len() == QUADS {
+                a + b
+            } else if quads.start == 0 {
+                a
+            } else {
+                b
+            };
+            dot[t] = s.splat_i32(neg_sum * offset);
+        }
+    }
+    for quad in quads {
+        let w = codes.quad(s, quad);
+        for t in 0..T {
+            dot[t] = s.dot4(dot[t], w, &block.q[t][quad]);
+        }
+    }
+    for t in 0..T {
+        acc[t] = s.fma(s.mul(scale, s.splat(block.d[t])), s.to_f32(dot[t]), acc[t]);
+    }
+}
