@@ -31,6 +31,8 @@ mod plan;
 mod scheduler;
 mod seq;
 mod stats;
+#[cfg(test)]
+mod tests;
 
 pub use config::{ConfigError, SchedConfig};
 pub use events::{End, Event, Mode, NotReceiving, Refused, Sampled, StepOutcome, WrongStep};
