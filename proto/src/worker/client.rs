@@ -1,5 +1,10 @@
 //! Client side of the internal services, in domain types.
 
+use std::{
+    pin::Pin,
+    task::{Context, Poll},
+};
+
 use futures::{Stream, StreamExt, stream::BoxStream};
 use tonic::{Request, Status, transport::Channel};
 
@@ -69,11 +74,20 @@ impl KvClient {
     }
 
     /// Sends one hand-off; resolves when the rank has verified all of it or refused.
-    pub async fn push(
-        &self,
-        messages: impl Stream<Item = KvMessage> + Send + 'static,
-    ) -> Result<KvAck, Status> {
-        let response = self.0.clone().push(messages.map(pb::PushRequest::from)).await?;
-        Ok(KvAck { n_blocks: response.into_inner().block_count as usize })
+    pub async fn push(&self, messages: BoxStream<'static, KvMessage>) -> Result<KvAck, Status> {
+        let response = self.0.clone().push(Outgoing(messages)).await?;
+        Ok(KvAck { n_cells: response.into_inner().cell_count as usize })
+    }
+}
+
+/// Messages in their wire form. A named type, because the compiler cannot prove that a future which holds a boxed
+/// `dyn Stream` across an await is `Send` for every lifetime.
+struct Outgoing(BoxStream<'static, KvMessage>);
+
+impl Stream for Outgoing {
+    type Item = pb::PushRequest;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.0.poll_next_unpin(context).map(|message| message.map(Into::into))
     }
 }

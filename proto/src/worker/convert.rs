@@ -474,8 +474,7 @@ impl From<KvMessage> for pb::PushRequest {
                 crc32c: chunk.crc32c,
             }),
             KvMessage::Commit(commit) => Message::Commit(pb::KvCommit {
-                block_count: count(commit.n_blocks),
-                layer_count: count(commit.n_layers),
+                cell_count: count(commit.n_cells),
                 digest: commit.digest,
                 prompt_hash: commit.prompt_hash.to_vec().into(),
                 first_token: commit.first_token.map(Into::into),
@@ -505,8 +504,7 @@ impl TryFrom<pb::PushRequest> for KvMessage {
                 crc32c: chunk.crc32c,
             }),
             Message::Commit(commit) => Self::Commit(KvCommit {
-                n_blocks: commit.block_count as usize,
-                n_layers: commit.layer_count as usize,
+                n_cells: commit.cell_count as usize,
                 digest: commit.digest,
                 prompt_hash: fixed(&commit.prompt_hash, "commit.prompt_hash")?,
                 first_token: commit.first_token.map(Into::into),

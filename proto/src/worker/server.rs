@@ -126,6 +126,6 @@ impl<H: KvHandler> pb::kv_service_server::KvService for Adapter<H> {
     ) -> Result<Response<pb::PushResponse>, Status> {
         let messages = request.into_inner().map(|message| message.and_then(KvMessage::try_from));
         let ack = self.0.push(messages).await?;
-        Ok(Response::new(pb::PushResponse { block_count: ack.n_blocks as u32 }))
+        Ok(Response::new(pb::PushResponse { cell_count: ack.n_cells as u32 }))
     }
 }

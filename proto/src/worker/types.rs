@@ -243,22 +243,20 @@ pub struct KvOpen {
 pub struct KvChunk {
     /// Layers.
     pub layers: Range<usize>,
-    /// Indices into the rank's own blocks.
+    /// Blocks, counted from the start of the rank's share of the hand-off.
     pub blocks: Range<usize>,
     /// Layers outermost, then blocks.
     pub payload: Bytes,
-    /// CRC-32C of each (layer, block) part, in payload order.
+    /// CRC-32C of each cell (layer × block), in payload order.
     pub crc32c: Vec<u32>,
 }
 
 /// Ends a hand-off on one rank.
 #[derive(Clone, Debug)]
 pub struct KvCommit {
-    /// Blocks that were sent to this rank.
-    pub n_blocks: usize,
-    /// Layers of each.
-    pub n_layers: usize,
-    /// Order-independent digest over all parts.
+    /// Cells (layer × block) that were sent to this rank.
+    pub n_cells: usize,
+    /// Order-independent digest over all cells.
     pub digest: u64,
     /// First half of the SHA-256 of the prompt's token ids.
     pub prompt_hash: [u8; 16],
@@ -269,6 +267,6 @@ pub struct KvCommit {
 /// What a rank verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvAck {
-    /// Blocks complete in every layer.
-    pub n_blocks: usize,
+    /// Cells that are there and verified.
+    pub n_cells: usize,
 }

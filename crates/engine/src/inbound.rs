@@ -1,0 +1,108 @@
+//! The leader's view of the hand-offs its group is receiving.
+//!
+//! ```text
+//! Expecting ──every rank is ready──► Filling ──every rank has its share──► the sequence may decode
+//!     └───────── any rank refused, the deadline passed, or the request ended ─────────► dropped on every rank
+//! ```
+
+use std::{collections::HashMap, time::Instant};
+
+use longreach_proto::worker::{OutputToken, Reservation};
+use longreach_types::{HandoffId, SeqId};
+
+/// One hand-off.
+pub(crate) struct Inbound {
+    pub(crate) seq: SeqId,
+    state: State,
+    first_token: Option<OutputToken>,
+    pub(crate) deadline: Instant,
+}
+
+enum State {
+    /// Ranks are being told; the reservation goes out when all of them are ready, so that no chunk can overtake the
+    /// news that it is expected.
+    Expecting { n_missing: usize, reservation: Box<Reservation> },
+    /// KV is coming.
+    Filling { n_missing: usize },
+}
+
+/// What a rank's message led to.
+#[derive(Debug)]
+pub(crate) enum Progress {
+    /// Nothing yet.
+    Waiting,
+    /// Every rank is ready: tell the router.
+    Reserved(SeqId, Box<Reservation>),
+    /// Every rank has its share.
+    Complete(SeqId, Option<OutputToken>),
+}
+
+/// All hand-offs on their way in.
+#[derive(Default)]
+pub(crate) struct InboundSet {
+    by_handoff: HashMap<HandoffId, Inbound>,
+}
+
+impl InboundSet {
+    pub(crate) fn len(&self) -> usize {
+        self.by_handoff.len()
+    }
+
+    /// A hand-off that `n_ranks` ranks take part in, of which this one is ready already.
+    pub(crate) fn insert(&mut self, seq: SeqId, reservation: Reservation, n_ranks: usize, deadline: Instant) {
+        let handoff = reservation.handoff;
+        let state = State::Expecting { n_missing: n_ranks, reservation: Box::new(reservation) };
+        self.by_handoff.insert(handoff, Inbound { seq, state, first_token: None, deadline });
+    }
+
+    /// A rank is ready to receive.
+    pub(crate) fn expected(&mut self, handoff: HandoffId) -> Progress {
+        let Some(inbound) = self.by_handoff.get_mut(&handoff) else { return Progress::Waiting };
+        let State::Expecting { n_missing, reservation } = &mut inbound.state else {
+            return Progress::Waiting;
+        };
+        *n_missing -= 1;
+        if *n_missing > 0 {
+            return Progress::Waiting;
+        }
+        let reservation = reservation.clone();
+        inbound.state = State::Filling { n_missing: reservation.ranks.len() };
+        Progress::Reserved(inbound.seq, reservation)
+    }
+
+    /// A rank has verified its share.
+    pub(crate) fn received(&mut self, handoff: HandoffId, first_token: Option<OutputToken>) -> Progress {
+        let Some(inbound) = self.by_handoff.get_mut(&handoff) else { return Progress::Waiting };
+        let State::Filling { n_missing } = &mut inbound.state else { return Progress::Waiting };
+        *n_missing -= 1;
+        let is_complete = *n_missing == 0;
+        inbound.first_token = first_token.or(inbound.first_token.take());
+        if !is_complete {
+            return Progress::Waiting;
+        }
+        let (seq, first_token) = (inbound.seq, inbound.first_token.take());
+        self.by_handoff.remove(&handoff);
+        Progress::Complete(seq, first_token)
+    }
+
+    /// The sequence of a hand-off.
+    pub(crate) fn seq(&self, handoff: HandoffId) -> Option<SeqId> {
+        self.by_handoff.get(&handoff).map(|inbound| inbound.seq)
+    }
+
+    /// Forgets the hand-off of a sequence; it must then be dropped on every rank.
+    pub(crate) fn remove(&mut self, seq: SeqId) -> Option<HandoffId> {
+        let handoff = self.by_handoff.iter().find(|(_, inbound)| inbound.seq == seq).map(|(&id, _)| id)?;
+        self.by_handoff.remove(&handoff);
+        Some(handoff)
+    }
+
+    /// Sequences whose hand-off took too long.
+    pub(crate) fn overdue(&self, now: Instant) -> Vec<SeqId> {
+        self.by_handoff
+            .values()
+            .filter(|inbound| inbound.deadline <= now)
+            .map(|inbound| inbound.seq)
+            .collect()
+    }
+}

@@ -1,0 +1,379 @@
+//! The sending side of a hand-off: which cells are final, which have been sent to which rank, and the commit.
+//!
+//! ```text
+//! Sending ──all layers final, first token known──► Committing ──every rank verified──► done
+//!    └──────────────── any lane refused, or the request ended ────────────────► aborted (dropped)
+//! ```
+//!
+//! A cell (layer × block) leaves as soon as the pass that fills it is complete for its layer. A lane to each rank takes
+//! cells at its own pace: what it has no room for stays in the source blocks, which are pinned, and is taken up when the
+//! lane drains. Nothing here waits.
+
+use std::{ops::Range, sync::Arc, time::Instant};
+
+use bytes::Bytes;
+use futures::{StreamExt, stream};
+use longreach_kv::{CoverageDigest, local_share};
+use longreach_model::Backend;
+use longreach_proto::{
+    WorkerError,
+    worker::{KvChunk, KvCommit, KvLayout, KvMessage, KvOpen, OutputToken, RankTarget, Reservation},
+};
+use longreach_types::{BlockId, DcpLayout, HandoffId, KvDtype};
+use tokio::{
+    sync::{Notify, mpsc},
+    task::AbortHandle,
+};
+
+use crate::transport::KvTransport;
+
+/// Messages that may wait for one rank's stream: with chunks of at most [`MAX_CHUNK_BYTES`] this bounds memory.
+const LANE_LEN: usize = 4;
+
+/// Payload of one message: far below the 4 MiB that gRPC peers accept, large enough to keep a link busy.
+const MAX_CHUNK_BYTES: usize = 1 << 20;
+
+/// A lane's end, as its task reports it.
+#[derive(Debug)]
+pub(crate) struct LaneReport {
+    /// Which hand-off.
+    pub(crate) handoff: HandoffId,
+    /// To which rank.
+    pub(crate) rank: usize,
+    /// Whether the rank verified everything.
+    pub(crate) result: Result<(), WorkerError>,
+}
+
+/// What lanes need of the process around them.
+pub(crate) struct LaneContext<'a> {
+    /// How bytes travel.
+    pub(crate) transport: &'a Arc<dyn KvTransport>,
+    /// Rings when a lane has room again.
+    pub(crate) wake: &'a Arc<Notify>,
+    /// Where lanes report their end.
+    pub(crate) reports: &'a mpsc::Sender<LaneReport>,
+    /// Where lane tasks run and are awaited at shutdown.
+    pub(crate) tasks: &'a tokio_util::task::TaskTracker,
+    /// The runtime of those tasks.
+    pub(crate) runtime: &'a tokio::runtime::Handle,
+}
+
+/// The source of cells: one sequence's blocks on the prefill side.
+pub(crate) struct CellSource<'a, B: Backend> {
+    /// The device.
+    pub(crate) backend: &'a B,
+    /// Its KV.
+    pub(crate) kv: &'a B::Kv,
+    /// The sequence's blocks, by logical block.
+    pub(crate) blocks: &'a [BlockId],
+}
+
+/// One hand-off on its way out.
+pub(crate) struct Outbound {
+    handoff: HandoffId,
+    prompt_len: usize,
+    /// How the receiving group splits positions.
+    layout: DcpLayout,
+    head_dim: usize,
+    kv_dtype: KvDtype,
+    /// For each layer, the logical blocks up to here are final.
+    ready: Vec<usize>,
+    lanes: Vec<Lane>,
+    sent_bytes: u64,
+    /// After this the hand-off is given up.
+    pub(crate) deadline: Instant,
+}
+
+/// The way to one rank.
+struct Lane {
+    target: RankTarget,
+    /// The rank's share, as indices into its table of the sequence.
+    share: Range<usize>,
+    /// For each layer, the next cell of the share to be sent.
+    next: Vec<usize>,
+    n_cells: usize,
+    digest: CoverageDigest,
+    /// Closed after the commit.
+    messages: Option<mpsc::Sender<KvMessage>>,
+    commit: Option<CommitNote>,
+    verified: bool,
+    task: AbortHandle,
+}
+
+#[derive(Clone)]
+struct CommitNote {
+    prompt_hash: [u8; 16],
+    first_token: Option<OutputToken>,
+}
+
+impl Drop for Lane {
+    /// Ends the stream, which aborts the hand-off on the rank unless it was verified.
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Outbound {
+    /// Opens a lane to every rank of `reservation`.
+    pub(crate) fn open(
+        reservation: &Reservation,
+        ours: &KvLayout,
+        prompt_len: usize,
+        deadline: Instant,
+        context: &LaneContext<'_>,
+    ) -> Result<Self, WorkerError> {
+        if let Some(error) = WorkerError::layout_mismatch(&reservation.layout, ours) {
+            return Err(error);
+        }
+        let layout = DcpLayout::new(ours.block_size, reservation.dcp_size)
+            .map_err(|error| WorkerError::Invalid(error.to_string()))?;
+        if reservation.blocks.end != layout.n_blocks(prompt_len) {
+            return Err(WorkerError::Invalid(format!(
+                "the reservation ends at block {}, {prompt_len} prompt tokens end at block {}",
+                reservation.blocks.end,
+                layout.n_blocks(prompt_len)
+            )));
+        }
+        let mut lanes = Vec::with_capacity(reservation.ranks.len());
+        for target in &reservation.ranks {
+            if target.kv_heads.end > ours.n_kv_heads || target.dcp_rank >= reservation.dcp_size {
+                let message = format!("reservation names a rank that cannot be: {target:?}");
+                return Err(WorkerError::Invalid(message));
+            }
+            let open = KvOpen {
+                handoff: reservation.handoff,
+                epoch: reservation.epoch,
+                rank: target.rank,
+                layout: ours.clone(),
+                prompt_len,
+            };
+            lanes.push(Lane::open(target.clone(), reservation, layout, open, context));
+        }
+        Ok(Self {
+            handoff: reservation.handoff,
+            prompt_len,
+            layout,
+            head_dim: ours.head_dim,
+            kv_dtype: ours.kv_dtype,
+            ready: vec![reservation.blocks.start; ours.n_layers],
+            lanes,
+            sent_bytes: 0,
+            deadline,
+        })
+    }
+
+    /// Which hand-off this is.
+    pub(crate) fn handoff(&self) -> HandoffId {
+        self.handoff
+    }
+
+    /// KV bytes sent so far, all ranks.
+    pub(crate) fn sent_bytes(&self) -> u64 {
+        self.sent_bytes
+    }
+
+    /// Positions below `len` are final in `layer`. A block leaves when it is full, the last one with the prompt's end.
+    pub(crate) fn advance(&mut self, layer: usize, len: usize) {
+        let n_blocks = if len >= self.prompt_len {
+            self.layout.n_blocks(self.prompt_len)
+        } else {
+            self.layout.block(len)
+        };
+        self.ready[layer] = self.ready[layer].max(n_blocks);
+    }
+
+    /// [`Self::advance`] for every layer: positions that were cached, or a chunk that is complete.
+    pub(crate) fn advance_all(&mut self, len: usize) {
+        (0..self.ready.len()).for_each(|layer| self.advance(layer, len));
+    }
+
+    /// Everything is final: each rank gets its commit after its last cell, rank 0 with the first token.
+    pub(crate) fn commit(&mut self, prompt_hash: [u8; 16], first_token: OutputToken) {
+        for lane in &mut self.lanes {
+            let first_token = (lane.target.rank == 0).then(|| first_token.clone());
+            lane.commit = Some(CommitNote { prompt_hash, first_token });
+        }
+    }
+
+    /// Sends what is final and fits; the rest goes when a lane rings.
+    pub(crate) fn pump<B: Backend>(&mut self, source: &CellSource<'_, B>) {
+        let cells = Cells {
+            layout: self.layout,
+            head_dim: self.head_dim,
+            kv_dtype: self.kv_dtype,
+            prompt_len: self.prompt_len,
+        };
+        for lane in &mut self.lanes {
+            self.sent_bytes += lane.pump(&self.ready, &cells, source);
+        }
+    }
+
+    /// Takes a lane's report. `Ok(true)` when every rank has verified its share.
+    pub(crate) fn report(&mut self, report: LaneReport) -> Result<bool, WorkerError> {
+        report.result?;
+        if let Some(lane) = self.lanes.iter_mut().find(|lane| lane.target.rank == report.rank) {
+            lane.verified = true;
+        }
+        Ok(self.lanes.iter().all(|lane| lane.verified))
+    }
+
+    /// Whether every lane's task has ended.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.lanes.iter().all(|lane| lane.task.is_finished())
+    }
+}
+
+impl Lane {
+    fn open(
+        target: RankTarget,
+        reservation: &Reservation,
+        layout: DcpLayout,
+        open: KvOpen,
+        context: &LaneContext<'_>,
+    ) -> Self {
+        let stores = !target.kv_heads.is_empty();
+        let share = local_share(layout, reservation.blocks.clone(), target.dcp_rank);
+        let share = if stores { share } else { share.start..share.start };
+        let (sender, receiver) = mpsc::channel(LANE_LEN);
+        let wake = Arc::clone(context.wake);
+        let queue = stream::unfold(receiver, move |mut receiver| {
+            let wake = Arc::clone(&wake);
+            async move {
+                let message = receiver.recv().await?;
+                wake.notify_one();
+                Some((message, receiver))
+            }
+        });
+        let (handoff, rank) = (open.handoff, target.rank);
+        let messages = stream::once(async move { KvMessage::Open(open) }).chain(queue).boxed();
+        let pushed = context.transport.push(target.endpoint.clone(), messages);
+        let reports = context.reports.clone();
+        let task = context.tasks.spawn_on(
+            async move {
+                let result = pushed.await.map(|_ack| ());
+                // The engine has stopped if nobody takes the report.
+                let _stopped = reports.send(LaneReport { handoff, rank, result }).await;
+            },
+            context.runtime,
+        );
+        Self {
+            next: vec![0; open_layers(reservation)],
+            target,
+            share,
+            n_cells: 0,
+            digest: CoverageDigest::default(),
+            messages: Some(sender),
+            commit: None,
+            verified: false,
+            task: task.abort_handle(),
+        }
+    }
+
+    fn pump<B: Backend>(&mut self, ready: &[usize], cells: &Cells, source: &CellSource<'_, B>) -> u64 {
+        let mut n_bytes = 0;
+        for (layer, &ready) in ready.iter().enumerate() {
+            let n_final = cells.layout.local_n_blocks(ready, self.target.dcp_rank).min(self.share.end);
+            let n_final = n_final.saturating_sub(self.share.start);
+            while self.next[layer] < n_final {
+                let Some(sent) = self.send_run(layer, n_final, cells, source) else { return n_bytes };
+                n_bytes += sent;
+            }
+        }
+        self.finish();
+        n_bytes
+    }
+
+    /// Sends one chunk of `layer`; `None` when there is no room.
+    fn send_run<B: Backend>(
+        &mut self,
+        layer: usize,
+        n_final: usize,
+        cells: &Cells,
+        source: &CellSource<'_, B>,
+    ) -> Option<u64> {
+        let permit = self.messages.as_ref()?.try_reserve().ok()?;
+        let cell_bytes = cells.bytes(self.target.kv_heads.len());
+        let start = self.next[layer];
+        let end = n_final.min(start + (MAX_CHUNK_BYTES / cell_bytes).max(1));
+        let mut payload = Vec::with_capacity((end - start) * cell_bytes);
+        let mut crc32c = Vec::with_capacity(end - start);
+        for cell in start..end {
+            let block = cells.layout.logical_block(self.share.start + cell, self.target.dcp_rank);
+            let heads = self.target.kv_heads.clone();
+            source.backend.export_kv(source.kv, layer, source.blocks[block], heads, &mut payload);
+            let bytes = &mut payload[(cell - start) * cell_bytes..];
+            cells.clear_tail(block, bytes);
+            let crc = crc32c::crc32c(bytes);
+            self.digest.add(layer, cell, crc);
+            crc32c.push(crc);
+        }
+        let n_bytes = payload.len() as u64;
+        let payload = Bytes::from(payload);
+        permit.send(KvMessage::Chunk(KvChunk {
+            layers: layer..layer + 1,
+            blocks: start..end,
+            payload,
+            crc32c,
+        }));
+        self.n_cells += end - start;
+        self.next[layer] = end;
+        Some(n_bytes)
+    }
+
+    /// Sends the commit once every cell has been sent.
+    fn finish(&mut self) {
+        if self.next.iter().any(|&next| next < self.share.len()) {
+            return;
+        }
+        let (Some(note), Some(messages)) = (self.commit.clone(), &self.messages) else { return };
+        let Ok(permit) = messages.try_reserve() else { return };
+        permit.send(KvMessage::Commit(KvCommit {
+            n_cells: self.n_cells,
+            digest: self.digest.0,
+            prompt_hash: note.prompt_hash,
+            first_token: note.first_token,
+        }));
+        self.messages = None;
+    }
+}
+
+fn open_layers(reservation: &Reservation) -> usize {
+    reservation.layout.n_layers
+}
+
+/// Shape of the cells of one hand-off.
+struct Cells {
+    layout: DcpLayout,
+    head_dim: usize,
+    kv_dtype: KvDtype,
+    prompt_len: usize,
+}
+
+impl Cells {
+    fn bytes(&self, n_kv_heads: usize) -> usize {
+        n_kv_heads * 2 * self.head_dim * self.layout.block_size() * self.kv_dtype.bytes()
+    }
+
+    /// Zeroes the slots of `block` past the prompt's end: they hold what the pool held before, which is another
+    /// request's.
+    fn clear_tail(&self, block: usize, cell: &mut [u8]) {
+        let n_valid = self.layout.block_positions(block, self.prompt_len).len();
+        let block_size = self.layout.block_size();
+        if n_valid == block_size {
+            return;
+        }
+        let width = self.kv_dtype.bytes();
+        let head_bytes = self.head_dim * block_size * width;
+        for (i, part) in cell.chunks_exact_mut(head_bytes).enumerate() {
+            if i % 2 == 0 {
+                // K: [head_dim][B]
+                for row in part.chunks_exact_mut(block_size * width) {
+                    row[n_valid * width..].fill(0);
+                }
+            } else {
+                // V: [B][head_dim]
+                part[n_valid * self.head_dim * width..].fill(0);
+            }
+        }
+    }
+}

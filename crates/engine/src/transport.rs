@@ -1,0 +1,115 @@
+//! How KV travels from a prefill worker to a rank: one trait, so that shared memory or RDMA can enter without a
+//! change to the protocol (descriptors, coverage, commit and epoch stay the same).
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use futures::{StreamExt, future::BoxFuture, stream::BoxStream};
+use longreach_proto::{
+    WorkerError,
+    worker::{KvAck, KvClient, KvHandler, KvMessage},
+};
+use tonic::{
+    Code, Status,
+    transport::{Channel, Endpoint},
+};
+
+use crate::inlet::KvInlet;
+
+/// How long a dead or unreachable rank may keep a hand-off from failing over.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// HTTP/2 flow-control windows: large enough that chunks of up to 1 MiB keep a fast link busy.
+const STREAM_WINDOW_BYTES: u32 = 4 << 20;
+const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
+
+/// Sends hand-offs to ranks.
+pub trait KvTransport: Send + Sync + 'static {
+    /// Sends one hand-off to the rank at `endpoint`; resolves when the rank has verified all of it or refused.
+    /// Dropping the future ends the stream, which aborts the hand-off on that rank.
+    fn push(
+        &self,
+        endpoint: String,
+        messages: BoxStream<'static, KvMessage>,
+    ) -> BoxFuture<'static, Result<KvAck, WorkerError>>;
+}
+
+/// KV over gRPC; always there.
+#[derive(Debug, Default)]
+pub struct GrpcTransport {
+    channels: Mutex<HashMap<String, Channel>>,
+}
+
+impl GrpcTransport {
+    /// One connection per rank, made on first use and re-made by the channel itself when it breaks.
+    fn channel(&self, endpoint: &str) -> Result<Channel, WorkerError> {
+        let mut channels = self.channels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(channel) = channels.get(endpoint) {
+            return Ok(channel.clone());
+        }
+        let channel = Endpoint::from_shared(endpoint.to_owned())
+            .map_err(|error| WorkerError::Invalid(format!("rank endpoint {endpoint:?}: {error}")))?
+            .connect_timeout(CONNECT_TIMEOUT)
+            .tcp_nodelay(true)
+            .http2_keep_alive_interval(Duration::from_secs(10))
+            .keep_alive_timeout(Duration::from_secs(5))
+            .initial_stream_window_size(STREAM_WINDOW_BYTES)
+            .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+            .connect_lazy();
+        channels.insert(endpoint.to_owned(), channel.clone());
+        Ok(channel)
+    }
+}
+
+impl KvTransport for GrpcTransport {
+    fn push(
+        &self,
+        endpoint: String,
+        messages: BoxStream<'static, KvMessage>,
+    ) -> BoxFuture<'static, Result<KvAck, WorkerError>> {
+        let channel = self.channel(&endpoint);
+        Box::pin(async move {
+            KvClient::new(channel?).push(messages).await.map_err(|status| push_error(&endpoint, &status))
+        })
+    }
+}
+
+/// A rank's refusal, kept in the form that tells the router what to do.
+fn push_error(endpoint: &str, status: &Status) -> WorkerError {
+    let message = format!("rank at {endpoint}: {}", status.message());
+    match status.code() {
+        Code::DataLoss => WorkerError::DataLoss(message),
+        Code::FailedPrecondition | Code::InvalidArgument => WorkerError::Internal(message),
+        _ => WorkerError::Aborted(message),
+    }
+}
+
+/// KV handed to ranks of this process without a network; endpoints are names.
+#[derive(Clone, Default)]
+pub struct LocalTransport {
+    inlets: Arc<Mutex<HashMap<String, KvInlet>>>,
+}
+
+impl LocalTransport {
+    /// Makes the rank behind `inlet` reachable as `endpoint`.
+    pub fn insert(&self, endpoint: String, inlet: KvInlet) {
+        self.inlets.lock().unwrap_or_else(PoisonError::into_inner).insert(endpoint, inlet);
+    }
+}
+
+impl KvTransport for LocalTransport {
+    fn push(
+        &self,
+        endpoint: String,
+        messages: BoxStream<'static, KvMessage>,
+    ) -> BoxFuture<'static, Result<KvAck, WorkerError>> {
+        let inlet = self.inlets.lock().unwrap_or_else(PoisonError::into_inner).get(&endpoint).cloned();
+        Box::pin(async move {
+            let inlet = inlet.ok_or(WorkerError::Unavailable("no rank of that name in this process"))?;
+            inlet.push(messages.map(Ok)).await
+        })
+    }
+}
