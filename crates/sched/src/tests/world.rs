@@ -372,6 +372,11 @@ impl World {
         }
     }
 
+    /// Drops the records of sequences that are over, so that a long run stays quick.
+    pub(super) fn forget_ended(&mut self) {
+        self.seqs.retain(|_, record| record.end.is_none() || record.transfer.is_some());
+    }
+
     pub(super) fn n_owned_for(&self, reason: Reason) -> usize {
         self.sched.kv().counts().iter().map(|counts| counts.n_owned_for(reason)).sum()
     }
