@@ -48,7 +48,7 @@ pub(super) fn read(metadata: &Metadata, files: &ModelFiles) -> Result<ModelConfi
         eos: keys.tokens(&["eos", "eot", "eom"])?,
         bos: keys.tokens(&["bos"])?.first().copied(),
     };
-    let names = ["attention.head_count", "attention.head_count_kv", "attention.key_length", "block_count"];
+    let names = ["attention.head_count", "attention.head_count_kv", "block_count"];
     config.validate(metadata.path(), names.map(|name| keys.name(name)).each_ref().map(String::as_str))?;
     let window = keys.count("attention.sliding_window")?;
     Ok(ModelConfig { sliding_window: vec![window; n_layers], ..config })
@@ -145,7 +145,7 @@ impl Keys<'_> {
         }
         match self.metadata.get(TOKENS) {
             Some(Value::Array(tokens)) if tokens.len() > rows => {
-                let problem = Problem::Length { len: tokens.len(), want: rows };
+                let problem = Problem::Length { len: rows, want: tokens.len() };
                 Err(self.metadata.error("token_embd.weight", problem).into())
             }
             _ => Ok(rows),

@@ -54,7 +54,7 @@ pub(super) fn read(
         eos: tokens("eos_token_id", generation.as_ref(), &fields)?,
         bos: tokens("bos_token_id", generation.as_ref(), &fields)?.first().copied(),
     };
-    let keys = ["num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers"];
+    let keys = ["num_attention_heads", "num_key_value_heads", "num_hidden_layers"];
     config.validate(path, keys)?;
     // Only now is the number of layers known to be small enough to have a list of.
     let sliding_window = sliding_window(&fields, architecture, n_layers)?;

@@ -111,10 +111,11 @@ impl ModelConfig {
             ConfigSource::Json { path, config, generation } => hf::read(path, config, generation.as_ref())?,
             ConfigSource::Gguf(metadata) => gguf::read(metadata, files)?,
         };
-        let rope = config.rope.clone().with_freq_factors(freq_factors, files)?;
-        let config = Self { rope, ..config };
+        // Shapes first: a head width that was derived wrongly is best explained by the tensor that contradicts it.
         check::check(&config, files)?;
-        Ok(config)
+        config.validate_rotation(files.path())?;
+        let rope = config.rope.clone().with_freq_factors(freq_factors, files)?;
+        Ok(Self { rope, ..config })
     }
 
     /// Width of all query heads together.
@@ -128,8 +129,8 @@ impl ModelConfig {
     }
 
     /// Rules between fields that hold whatever the source was; `keys` are the names the source has for
-    /// the query heads, the key-value heads, the head width and the layers.
-    fn validate(&self, path: &Path, keys: [&str; 4]) -> Result<(), ConfigError> {
+    /// the query heads, the key-value heads and the layers.
+    fn validate(&self, path: &Path, keys: [&str; 3]) -> Result<(), ConfigError> {
         let fail = |key: &str, value: usize, want: String| {
             Err(ConfigError::value(path, key, value.to_string(), want))
         };
@@ -137,21 +138,24 @@ impl ModelConfig {
             let want = format!("a divisor of {} = {}", keys[0], self.n_q_heads);
             return fail(keys[1], self.n_kv_heads, want);
         }
-        if !self.head_dim.is_multiple_of(2) {
-            return fail(keys[2], self.head_dim, "an even number, as positions rotate pairs".to_owned());
-        }
         if self.n_layers > MAX_LAYERS {
-            return fail(keys[3], self.n_layers, format!("at most {MAX_LAYERS}"));
-        }
-        let rot_dim = self.rope.rot_dim;
-        if rot_dim == 0 || rot_dim > self.head_dim || !rot_dim.is_multiple_of(2) {
-            return fail("rotary dimensions", rot_dim, format!("an even number of 2 to {}", self.head_dim));
+            return fail(keys[2], self.n_layers, format!("at most {MAX_LAYERS}"));
         }
         for token in self.eos.iter().chain(&self.bos) {
             if token.0 as usize >= self.vocab_size {
                 let want = format!("below the vocabulary size {}", self.vocab_size);
                 return fail("special token id", token.0 as usize, want);
             }
+        }
+        Ok(())
+    }
+
+    /// Positions rotate pairs of a head.
+    fn validate_rotation(&self, path: &Path) -> Result<(), ConfigError> {
+        let (rot_dim, head_dim) = (self.rope.rot_dim, self.head_dim);
+        if rot_dim == 0 || rot_dim > head_dim || !rot_dim.is_multiple_of(2) {
+            let want = format!("an even number from 2 to head_dim = {head_dim}");
+            return Err(ConfigError::value(path, "rotary dimensions", rot_dim.to_string(), want));
         }
         Ok(())
     }
@@ -165,6 +169,3 @@ where
 {
     serializer.collect_seq(tokens.into_iter().map(|token| token.0))
 }
-
-#[cfg(test)]
-mod tests;

@@ -196,6 +196,3 @@ fn lock(dir: &Path, name: &str) -> io::Result<File> {
     file.lock()?;
     Ok(file)
 }
-
-#[cfg(test)]
-mod tests;
