@@ -146,3 +146,6 @@ fn cut_tail(tokenizer: &Tokenizer, prompt: &[TokenId], is_visible: impl Fn(&&Tok
     take_whole(&mut tail);
     tail
 }
+
+#[cfg(test)]
+mod tests;

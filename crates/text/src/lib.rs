@@ -15,6 +15,8 @@ mod error;
 mod model;
 mod stop;
 mod stream;
+#[cfg(test)]
+mod testing;
 mod tokenizer;
 
 pub use chat::{ChatMessage, ChatOptions, ChatTemplate, Content, ContentPart, Role};

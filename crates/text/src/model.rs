@@ -135,3 +135,6 @@ fn globals(tokenizer: &Tokenizer) -> Result<Map<String, Value>, TextError> {
     }
     Ok(globals)
 }
+
+#[cfg(test)]
+mod tests;

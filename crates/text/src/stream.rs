@@ -94,3 +94,6 @@ impl TextStream {
         Ok(step)
     }
 }
+
+#[cfg(test)]
+mod tests;

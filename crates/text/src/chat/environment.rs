@@ -31,6 +31,8 @@ pub(super) fn build(origin: &str, templates: &[(String, String)]) -> Result<Envi
     env.set_syntax(syntax.map_err(|error| broken(error.to_string()))?);
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    // Debug mode would quote the conversation in error messages.
+    env.set_debug(false);
     env.set_fuel(Some(FUEL));
     env.add_filter("tojson", tojson);
     env.add_function("raise_exception", raise_exception);

@@ -49,7 +49,8 @@ impl Writer {
         match value.kind() {
             ValueKind::None | ValueKind::Undefined => self.out.push_str("null"),
             ValueKind::Bool => self.out.push_str(if value.is_true() { "true" } else { "false" }),
-            ValueKind::Number => self.out.push_str(&value.to_string()),
+            ValueKind::Number if value.is_integer() => self.out.push_str(&value.to_string()),
+            ValueKind::Number => self.out.push_str(&python_float(f64::try_from(value.clone())?)),
             ValueKind::String => self.string(value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
                 let items: Vec<Value> = value.try_iter()?.collect();
@@ -125,5 +126,47 @@ impl Writer {
             }
         }
         self.out.push('"');
+    }
+}
+
+/// A float as Python writes it: the shortest digits, an exponent from 1e16 on and below 1e-4, of two digits
+/// at least. Rust changes to exponents at the same places.
+fn python_float(number: f64) -> String {
+    if !number.is_finite() {
+        let name = if number.is_nan() { "NaN" } else { "Infinity" };
+        return if number == f64::NEG_INFINITY { format!("-{name}") } else { name.to_owned() };
+    }
+    let text = format!("{number:?}");
+    match text.split_once('e') {
+        None => text,
+        Some((digits, exponent)) => match exponent.strip_prefix('-') {
+            Some(exponent) => format!("{digits}e-{exponent:0>2}"),
+            None => format!("{digits}e+{exponent:0>2}"),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::python_float;
+
+    /// The expected texts are those of Python's `repr`.
+    #[test]
+    fn floats_look_like_pythons() {
+        let cases = [
+            (1e20, "1e+20"),
+            (1e16, "1e+16"),
+            (1e15, "1000000000000000.0"),
+            (1e-4, "0.0001"),
+            (1e-5, "1e-05"),
+            (-2.5, "-2.5"),
+            (1.5e-10, "1.5e-10"),
+            (1e300, "1e+300"),
+            (0.0, "0.0"),
+            (f64::NEG_INFINITY, "-Infinity"),
+        ];
+        for (number, expected) in cases {
+            assert_eq!(python_float(number), expected);
+        }
     }
 }

@@ -38,7 +38,7 @@ impl Rendered {
     }
 
     /// Takes the marks out of a text and keeps their places.
-    pub(super) fn from_marked(marked: &str, mark: char) -> Self {
+    pub(crate) fn from_marked(marked: &str, mark: char) -> Self {
         let mut rendered = Self::default();
         for (idx, stretch) in marked.split(mark).enumerate() {
             if idx > 0 {

@@ -14,11 +14,21 @@ use crate::TextError;
 const REBUILT_CLASSES: [&str; 4] =
     ["LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"];
 
-/// The part of tokenizer.json that we read ourselves.
+/// The parts of tokenizer.json that we read ourselves.
 #[derive(Deserialize)]
 struct TokenizerFile {
     #[serde(default)]
     decoder: Option<Value>,
+    #[serde(default)]
+    model: UnknownToken,
+}
+
+/// How a model names its token for what it lacks: by spelling or, in Unigram models, by id.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct UnknownToken {
+    unk_token: Option<String>,
+    unk_id: Option<u32>,
 }
 
 /// tokenizer_config.json, and special_tokens_map.json, which repeats some of its keys.
@@ -65,17 +75,19 @@ impl Tokenizer {
     pub(crate) fn from_dir_with(dir: &Path, config: &TokenizerConfig) -> Result<Self, TextError> {
         let path = dir.join("tokenizer.json");
         let json = std::fs::read(&path).map_err(|source| TextError::Io { path: path.clone(), source })?;
-        let invalid = |reason: String| TextError::Invalid { path: path.clone(), reason };
-        let file: TokenizerFile =
-            serde_json::from_slice(&json).map_err(|error| invalid(error.to_string()))?;
-        let engine = guarded("load", || tokenizers::Tokenizer::from_bytes(&json));
-        let mut engine = engine.map_err(|error| invalid(error.to_string()))?;
-        guarded("drop its truncation", || engine.with_truncation(None).map(|_| ()))?;
-        engine.with_padding(None);
-        let special = special_tokens(dir, config, &engine)?;
-        let rule = DecodeRule::from_json(file.decoder.as_ref());
-        Self::from_parts(Parts { engine, rule, special }).map_err(|error| invalid(error.to_string()))
+        let special = SpecialTokens { stop: stop_tokens(dir)?, ..SpecialTokens::default() };
+        let tokenizer = read_parts(&json, config, special).and_then(Self::from_parts);
+        tokenizer.map_err(|error| TextError::Invalid { path, reason: error.to_string() })
     }
+}
+
+fn read_parts(json: &[u8], config: &TokenizerConfig, special: SpecialTokens) -> Result<Parts, TextError> {
+    let file: TokenizerFile = guarded("load", || Ok(serde_json::from_slice(json)?))?;
+    let mut engine = guarded("load", || tokenizers::Tokenizer::from_bytes(json))?;
+    guarded("drop its truncation", || engine.with_truncation(None).map(|_| ()))?;
+    engine.with_padding(None);
+    let special = special_tokens(special, &file.model, config, &engine)?;
+    Ok(Parts { engine, rule: DecodeRule::from_json(file.decoder.as_ref()), special })
 }
 
 impl TokenizerConfig {
@@ -115,28 +127,36 @@ impl OneOrMany {
     }
 }
 
+/// The end tokens that generation_config.json lists, or else config.json.
+fn stop_tokens(dir: &Path) -> Result<Vec<TokenId>, TextError> {
+    for name in ["generation_config.json", "config.json"] {
+        let generation: GenerationConfig = read_json(&dir.join(name))?;
+        if let Some(ids) = generation.eos_token_id {
+            return Ok(ids.into_tokens());
+        }
+    }
+    Ok(Vec::new())
+}
+
+/// Completes `special` with what the tokenizer's own files say.
 fn special_tokens(
-    dir: &Path,
+    special: SpecialTokens,
+    model: &UnknownToken,
     config: &TokenizerConfig,
     engine: &tokenizers::Tokenizer,
 ) -> Result<SpecialTokens, TextError> {
     let id = |name: &Option<TokenName>| engine.token_to_id(name.as_ref()?.spelling()).map(TokenId);
     let (bos, eos) = (id(&config.bos_token), id(&config.eos_token));
-    let mut stop: Vec<TokenId> = eos.into_iter().collect();
-    for name in ["generation_config.json", "config.json"] {
-        let generation: GenerationConfig = read_json(&dir.join(name))?;
-        if let Some(ids) = generation.eos_token_id {
-            stop.extend(ids.into_tokens());
-            break;
-        }
-    }
+    let mut stop: Vec<TokenId> = special.stop.into_iter().chain(eos).collect();
     stop.sort_unstable();
     stop.dedup();
     let mut prefix = guarded("encode", || prefix_of(engine))?;
     if let (Some(add), Some(bos)) = (config.add_bos_token.filter(|_| config.rebuilds_prefix()), bos) {
         prefix = if add { vec![bos] } else { Vec::new() };
     }
-    let unk = id(&config.unk_token);
+    let spelled = |spelling: &String| engine.token_to_id(spelling);
+    let unk = model.unk_token.as_ref().and_then(spelled).or(model.unk_id).map(TokenId);
+    let unk = unk.or_else(|| id(&config.unk_token));
     Ok(SpecialTokens { prefix, bos, stop, eos, unk, pad: id(&config.pad_token) })
 }
 

@@ -72,7 +72,7 @@ pub struct SpecialTokens {
     pub prefix: Vec<TokenId>,
     /// Beginning of a text, as templates call it.
     pub bos: Option<TokenId>,
-    /// Tokens that end an output, ascending. The first to be named by the model's files is `eos`.
+    /// Tokens that end an output, ascending.
     pub stop: Vec<TokenId>,
     /// End of a text, as templates call it.
     pub eos: Option<TokenId>,
@@ -290,6 +290,10 @@ impl Tokenizer {
         for specials in [Specials::Literal, Specials::Parse] {
             let ids = self.encode(PROBE, specials)?;
             self.decode(&ids, true)?;
+            if ids.is_empty() {
+                let reason = "its vocabulary has nothing for any text".to_owned();
+                return Err(TextError::Tokenizer { operation: "encode", reason });
+            }
         }
         self.encode_stretch(PROBE, false).map(|_| ())
     }
@@ -392,3 +396,6 @@ fn boundary_spelling() -> String {
     let numbers = [(); 2].map(|()| state.hash_one(COUNT.fetch_add(1, Ordering::Relaxed)));
     format!("\u{fdd0}{:016x}{:016x}\u{fdd1}", numbers[0], numbers[1])
 }
+
+#[cfg(test)]
+mod tests;
