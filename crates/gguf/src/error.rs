@@ -7,7 +7,7 @@ use std::{
 
 use thiserror::Error;
 
-use crate::{tensor::GgmlType, value::ValueType};
+use crate::tensor::GgmlType;
 
 /// A file that cannot be used, and why.
 #[derive(Debug, Error)]
@@ -194,8 +194,8 @@ impl Fault {
 }
 
 impl Problem {
-    pub(crate) fn wrong_type(want: &'static str, found: ValueType) -> Self {
-        Self::WrongType { want, found: found.name().to_owned() }
+    pub(crate) fn wrong_type(want: &'static str, found: &str) -> Self {
+        Self::WrongType { want, found: found.to_owned() }
     }
 
     pub(crate) fn range(value: impl ToString, want: impl Into<String>) -> Self {

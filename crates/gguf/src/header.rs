@@ -85,7 +85,7 @@ fn alignment(metadata: &Metadata) -> Result<u64, Fault> {
             return Ok(value);
         }
         Some(Value::Unsigned(value)) => Problem::range(value, "a power of two below 2^32"),
-        Some(value) => Problem::wrong_type("an unsigned integer", value.ty()),
+        Some(value) => Problem::wrong_type("an unsigned integer", value.kind()),
     };
     Err(Fault::field(ALIGNMENT_KEY, problem))
 }

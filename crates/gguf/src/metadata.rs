@@ -54,7 +54,7 @@ impl Metadata {
                 Ok(value) => Ok(Some(value)),
                 Err(_) => Err(self.error(key, Problem::range(value, "no negative number"))),
             },
-            Some(other) => Err(self.error(key, Problem::wrong_type("an integer", other.ty()))),
+            Some(other) => Err(self.error(key, Problem::wrong_type("an integer", other.kind()))),
         }
     }
 
@@ -65,7 +65,7 @@ impl Metadata {
             Some(&Value::Float(value)) => Ok(Some(value)),
             Some(&Value::Unsigned(value)) => Ok(Some(value as f64)),
             Some(&Value::Signed(value)) => Ok(Some(value as f64)),
-            Some(other) => Err(self.error(key, Problem::wrong_type("a number", other.ty()))),
+            Some(other) => Err(self.error(key, Problem::wrong_type("a number", other.kind()))),
         }
     }
 
@@ -74,7 +74,7 @@ impl Metadata {
         match self.get(key) {
             None => Ok(None),
             Some(&Value::Bool(value)) => Ok(Some(value)),
-            Some(other) => Err(self.error(key, Problem::wrong_type("a bool", other.ty()))),
+            Some(other) => Err(self.error(key, Problem::wrong_type("a bool", other.kind()))),
         }
     }
 
@@ -86,7 +86,7 @@ impl Metadata {
                 Ok(text) => Ok(Some(text)),
                 Err(_) => Err(self.error(key, Problem::NotUtf8)),
             },
-            Some(other) => Err(self.error(key, Problem::wrong_type("a string", other.ty()))),
+            Some(other) => Err(self.error(key, Problem::wrong_type("a string", other.kind()))),
         }
     }
 
@@ -127,7 +127,7 @@ impl Metadata {
                 Some(elements) => return Ok(Some(elements)),
                 None => format!("array of {}", array.elem().name()),
             },
-            Some(other) => other.ty().name().to_owned(),
+            Some(other) => other.kind().to_owned(),
         };
         Err(self.error(key, Problem::WrongType { want, found }))
     }

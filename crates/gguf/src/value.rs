@@ -141,15 +141,15 @@ impl Value {
         })
     }
 
-    /// The type as a message should call it.
-    pub fn ty(&self) -> ValueType {
+    /// What the value is, for messages.
+    pub fn kind(&self) -> &'static str {
         match self {
-            Self::Unsigned(_) => ValueType::U64,
-            Self::Signed(_) => ValueType::I64,
-            Self::Float(_) => ValueType::F64,
-            Self::Bool(_) => ValueType::Bool,
-            Self::String(_) => ValueType::String,
-            Self::Array(_) => ValueType::Array,
+            Self::Unsigned(_) => "unsigned integer",
+            Self::Signed(_) => "signed integer",
+            Self::Float(_) => "floating-point number",
+            Self::Bool(_) => "bool",
+            Self::String(_) => "string",
+            Self::Array(_) => "array",
         }
     }
 }

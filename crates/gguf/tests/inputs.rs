@@ -28,7 +28,7 @@ const EXPECTED: [(&str, Option<&str>); 29] = [
     ("g21_offset_unaligned", Some("offset 5")),
     ("g22_truncated_data", Some("token_embd.weight")),
     ("g24_alignment_3", Some("general.alignment: is 3")),
-    ("g25_alignment_wrong_type", Some("general.alignment: has type")),
+    ("g25_alignment_wrong_type", Some("general.alignment: has type signed integer")),
     ("g27_block_count_missing", None),
     ("g28_ctx_len_u64_not_u32", None),
     ("g29_token_type_shorter", None),

@@ -8,10 +8,7 @@ use std::path::Path;
 use longreach_types::TokenId;
 use serde_json::{Map, Value};
 
-use super::ConfigError;
-
-/// Largest size that is believed; no model comes near it, and products of three fit 64 bits only by luck above it.
-const MAX_COUNT: u64 = 1 << 31;
+use super::{ConfigError, MAX_COUNT};
 
 /// A JSON object in a file, with the key that led to it.
 #[derive(Clone, Copy)]

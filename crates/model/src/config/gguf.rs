@@ -6,13 +6,12 @@ use longreach_gguf::{Metadata, Problem, Value};
 use longreach_kernels::RopeStyle;
 use longreach_types::TokenId;
 
-use super::{Architecture, ConfigError, ModelConfig, RopeConfig, RopeScaling};
+use super::{
+    Architecture, ConfigError, MAX_COUNT, ModelConfig, RopeConfig, RopeScaling, rope::DEFAULT_THETA,
+};
 use crate::files::{ModelFiles, gguf_architecture};
 
-const DEFAULT_THETA: f64 = 10_000.0;
 const TOKENS: &str = "tokenizer.ggml.tokens";
-/// Largest size that is believed.
-const MAX_COUNT: u64 = 1 << 31;
 
 /// The keys of one architecture.
 struct Keys<'a> {
@@ -48,7 +47,7 @@ pub(super) fn read(metadata: &Metadata, files: &ModelFiles) -> Result<ModelConfi
         eos: keys.tokens(&["eos", "eot", "eom"])?,
         bos: keys.tokens(&["bos"])?.first().copied(),
     };
-    let names = ["attention.head_count", "attention.head_count_kv", "block_count"];
+    let names = ["attention.head_count", "attention.head_count_kv", "block_count", "context_length"];
     config.validate(metadata.path(), names.map(|name| keys.name(name)).each_ref().map(String::as_str))?;
     let window = keys.count("attention.sliding_window")?;
     Ok(ModelConfig { sliding_window: vec![window; n_layers], ..config })

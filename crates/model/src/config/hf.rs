@@ -10,10 +10,10 @@ use longreach_kernels::RopeStyle;
 use longreach_types::TokenId;
 use serde_json::Value;
 
-use super::{Architecture, ConfigError, ModelConfig, RopeConfig, RopeScaling, fields::Fields};
+use super::{
+    Architecture, ConfigError, ModelConfig, RopeConfig, RopeScaling, fields::Fields, rope::DEFAULT_THETA,
+};
 
-/// What transformers assumes where a file gives no base (the first Llama files).
-const DEFAULT_THETA: f64 = 10_000.0;
 /// The window of Mistral files that do not mention one.
 const MISTRAL_WINDOW: usize = 4096;
 /// The first windowed layer of Qwen2 files that do not mention one.
@@ -34,7 +34,8 @@ pub(super) fn read(
     let head_dim = head_dim(&fields, hidden, n_q_heads)?;
     let max_position = count("max_position_embeddings")?;
     let attention_bias = fields.flag("attention_bias")?.unwrap_or(false);
-    let generation = generation.map(|value| Fields::root(path, value)).transpose()?;
+    let generation_path = path.with_file_name("generation_config.json");
+    let generation = generation.map(|value| Fields::root(&generation_path, value)).transpose()?;
     let config = ModelConfig {
         architecture,
         n_layers,
@@ -54,7 +55,7 @@ pub(super) fn read(
         eos: tokens("eos_token_id", generation.as_ref(), &fields)?,
         bos: tokens("bos_token_id", generation.as_ref(), &fields)?.first().copied(),
     };
-    let keys = ["num_attention_heads", "num_key_value_heads", "num_hidden_layers"];
+    let keys = ["num_attention_heads", "num_key_value_heads", "num_hidden_layers", "max_position_embeddings"];
     config.validate(path, keys)?;
     // Only now is the number of layers known to be small enough to have a list of.
     let sliding_window = sliding_window(&fields, architecture, n_layers)?;

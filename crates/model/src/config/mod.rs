@@ -24,6 +24,10 @@ use crate::files::{ConfigSource, ModelFiles};
 
 /// More layers than any real model; bounds what a bad value can make us allocate.
 const MAX_LAYERS: usize = 65_536;
+/// More positions than any real model; bounds the rotation tables.
+const MAX_POSITIONS: usize = 1 << 24;
+/// Largest size that is believed at all: products of two stay far from the end of 64 bits.
+const MAX_COUNT: u64 = 1 << 31;
 
 /// Shape and constants of a decoder-only transformer of the Llama family.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -113,7 +117,7 @@ impl ModelConfig {
         };
         // Shapes first: a head width that was derived wrongly is best explained by the tensor that contradicts it.
         check::check(&config, files)?;
-        config.validate_rotation(files.path())?;
+        config.rope.validate(files.path(), config.head_dim)?;
         let rope = config.rope.clone().with_freq_factors(freq_factors, files)?;
         Ok(Self { rope, ..config })
     }
@@ -129,8 +133,8 @@ impl ModelConfig {
     }
 
     /// Rules between fields that hold whatever the source was; `keys` are the names the source has for
-    /// the query heads, the key-value heads and the layers.
-    fn validate(&self, path: &Path, keys: [&str; 3]) -> Result<(), ConfigError> {
+    /// the query heads, the key-value heads, the layers and the positions.
+    fn validate(&self, path: &Path, keys: [&str; 4]) -> Result<(), ConfigError> {
         let fail = |key: &str, value: usize, want: String| {
             Err(ConfigError::value(path, key, value.to_string(), want))
         };
@@ -141,21 +145,14 @@ impl ModelConfig {
         if self.n_layers > MAX_LAYERS {
             return fail(keys[2], self.n_layers, format!("at most {MAX_LAYERS}"));
         }
+        if self.max_position > MAX_POSITIONS {
+            return fail(keys[3], self.max_position, format!("at most {MAX_POSITIONS}"));
+        }
         for token in self.eos.iter().chain(&self.bos) {
             if token.0 as usize >= self.vocab_size {
                 let want = format!("below the vocabulary size {}", self.vocab_size);
                 return fail("special token id", token.0 as usize, want);
             }
-        }
-        Ok(())
-    }
-
-    /// Positions rotate pairs of a head.
-    fn validate_rotation(&self, path: &Path) -> Result<(), ConfigError> {
-        let (rot_dim, head_dim) = (self.rope.rot_dim, self.head_dim);
-        if rot_dim == 0 || rot_dim > head_dim || !rot_dim.is_multiple_of(2) {
-            let want = format!("an even number from 2 to head_dim = {head_dim}");
-            return Err(ConfigError::value(path, "rotary dimensions", rot_dim.to_string(), want));
         }
         Ok(())
     }

@@ -9,7 +9,10 @@
 //! The choice of frequencies never depends on the length of a request, because keys already cached were turned
 //! with them. Scalings that do depend on it (`dynamic`, `longrope`) are refused.
 
-use std::f64::consts::{PI, TAU};
+use std::{
+    f64::consts::{PI, TAU},
+    path::Path,
+};
 
 use longreach_kernels::{RopeStyle, StoredType};
 use serde::Serialize;
@@ -17,6 +20,11 @@ use serde::Serialize;
 use super::ConfigError;
 use crate::files::ModelFiles;
 
+/// Base of the frequencies where a file gives none, as the first Llama files do not.
+pub(super) const DEFAULT_THETA: f64 = 10_000.0;
+/// Bounds far from what any model has, which keep angles finite.
+const MAX_FACTOR: f64 = 1e6;
+const MAX_ATTENTION_FACTOR: f64 = 100.0;
 /// Name of the tensor of frequency factors in GGUF files (Llama 3.1 and later).
 pub(super) const FREQ_FACTORS: &str = "rope_freqs.weight";
 
@@ -76,6 +84,16 @@ pub enum RopeScaling {
         /// Whether the ends of the ramp are rounded outwards to whole pairs.
         truncate: bool,
     },
+}
+
+impl RopeScaling {
+    /// The divisor of slow pairs.
+    const fn factor(&self) -> f64 {
+        match *self {
+            Self::None => 1.0,
+            Self::Linear { factor } | Self::Llama3 { factor, .. } | Self::Yarn { factor, .. } => factor,
+        }
+    }
 }
 
 /// Angular frequency of each pair, and the factor of cosines and sines.
@@ -191,6 +209,29 @@ pub(super) fn freq_factors(files: &ModelFiles) -> Result<Option<Vec<f32>>, Confi
 }
 
 impl RopeConfig {
+    /// Refuses values that cannot be, or that would give angles that are no numbers.
+    pub(super) fn validate(&self, path: &Path, head_dim: usize) -> Result<(), ConfigError> {
+        let fail = |key: &str, value: String, want: &str| Err(ConfigError::value(path, key, value, want));
+        let rot_dim = self.rot_dim;
+        if rot_dim == 0 || rot_dim > head_dim || !rot_dim.is_multiple_of(2) {
+            let want = format!("an even number from 2 to head_dim = {head_dim}");
+            return fail("rotary dimensions", rot_dim.to_string(), &want);
+        }
+        if !(self.theta > 1.0 && self.theta.is_finite()) {
+            return fail("RoPE base (rope_theta)", self.theta.to_string(), "a number above 1");
+        }
+        let factor = self.scaling.factor();
+        if !(1.0..=MAX_FACTOR).contains(&factor) {
+            return fail("RoPE scaling factor", factor.to_string(), "a number from 1 to a million");
+        }
+        let attention_factor = attention_factor(&self.scaling);
+        if !(attention_factor > 0.0 && attention_factor <= MAX_ATTENTION_FACTOR) {
+            let want = "a number above 0 and at most 100";
+            return fail("attention factor of RoPE scaling", attention_factor.to_string(), want);
+        }
+        Ok(())
+    }
+
     /// Adds factors that [`freq_factors`] read; there must be one for each pair.
     pub(super) fn with_freq_factors(
         mut self,

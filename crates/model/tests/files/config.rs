@@ -126,11 +126,13 @@ fn what_cannot_be_is_refused_by_key_and_value() {
         (json!({ "hidden_size": 0 }), &["hidden_size is 0"]),
         (json!({ "hidden_size": -1 }), &["hidden_size is -1"]),
         (json!({ "num_hidden_layers": 1_000_000 }), &["num_hidden_layers is 1000000", "at most"]),
+        (json!({ "max_position_embeddings": 1 << 25 }), &["max_position_embeddings is 33554432", "at most"]),
         (json!({ "vocab_size": 11 }), &["embed_tokens.weight", "[10, 20]", "vocabulary 11"]),
         (json!({ "rms_norm_eps": null }), &["rms_norm_eps is missing"]),
         (json!({ "rms_norm_eps": 0.0 }), &["rms_norm_eps is 0"]),
         (json!({ "num_key_value_heads": 3 }), &["num_key_value_heads is 3", "num_attention_heads = 4"]),
         (json!({ "head_dim": 7 }), &["[32, 20]", "head_dim 7"]),
+        (json!({ "rope_theta": 1 }), &["rope_theta", "is 1", "above 1"]),
         (json!({ "partial_rotary_factor": 0.4 }), &["rotary dimensions is 3", "even", "head_dim = 8"]),
         (json!({ "eos_token_id": [2, 10] }), &["special token id is 10", "vocabulary size 10"]),
         (json!({ "eos_token_id": "</s>" }), &["eos_token_id is \"</s>\""]),
@@ -224,6 +226,12 @@ fn scalings_that_are_not_computed_are_refused_by_name() {
         (json!({ "type": "linear", "rope_type": "yarn", "factor": 2.0 }), &["rope_scaling.type", "yarn"]),
         (json!({ "type": "linear" }), &["rope_scaling.factor is missing"]),
         (json!({ "type": "linear", "factor": 0 }), &["rope_scaling.factor is 0"]),
+        (json!({ "type": "linear", "factor": 1e-320 }), &["RoPE scaling factor is 0.0", "from 1"]),
+        (json!({ "type": "yarn", "factor": 2.0, "attention_factor": 1e300 }), &["attention factor"]),
+        (
+            json!({ "type": "yarn", "factor": 2.0, "mscale": -1e3, "mscale_all_dim": 1.0 }),
+            &["attention factor of RoPE scaling is -"],
+        ),
         (
             json!({ "type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0 }),
             &["low_freq"],
@@ -281,6 +289,8 @@ fn end_tokens_come_from_both_files_each_once() {
     let config = load(dir.path()).unwrap();
     assert_eq!(config.eos, [4, 2, 3].map(TokenId));
     assert_eq!(config.bos, Some(TokenId(5)));
+    write_json(&dir.path().join("generation_config.json"), &json!({ "eos_token_id": -1 }));
+    assert_words(&load(dir.path()).unwrap_err().to_string(), &["generation_config.json: eos_token_id is -1"]);
 }
 
 #[test]

@@ -56,6 +56,27 @@ fn the_header_limit_is_exact() {
     assert_eq!(open(&dir, &empty).unwrap().tensor("w").unwrap().shape, [0, 4]);
 }
 
+/// Every byte of the header of a GGUF model, changed two ways: keys, values, names, shapes and places.
+#[test]
+fn every_changed_byte_of_a_gguf_header_is_survived() {
+    let whole = gguf_tensors(gguf_keys("llama"), &tensors());
+    let n_data: usize = tensors().values().map(|shape| shape.iter().product::<usize>() * 4).sum();
+    let (_dir, path) = gguf_file(whole);
+    let bytes = fs::read(&path).unwrap();
+    for at in 0..bytes.len() - n_data {
+        for mask in [1, 0x80] {
+            let mut changed = bytes.clone();
+            changed[at] ^= mask;
+            fs::write(&path, changed).unwrap();
+            let Ok(files) = ModelFiles::open(&path) else { continue };
+            if let Ok(config) = ModelConfig::from_files(&files) {
+                let (cos, sin) = longreach_model::config::rope::tables(&config.rope, 2);
+                assert!(cos.iter().chain(&sin).all(|value| value.is_finite()), "byte {at}");
+            }
+        }
+    }
+}
+
 fn any_json() -> impl Strategy<Value = serde_json::Value> {
     prop_oneof![
         Just(json!(null)),

@@ -1,7 +1,8 @@
 //! Models over several files, and directories that are none.
 
-use std::fs;
+use std::{fs, path::Path};
 
+use longreach_gguf::GgufBuilder;
 use longreach_model::{
     config::ModelConfig,
     files::{ModelFiles, fingerprint},
@@ -83,6 +84,30 @@ fn directories_that_are_no_model_say_what_is_there() {
     let message = ModelFiles::open(&dir.path().join("model.safetensors")).unwrap_err().to_string();
     assert_words(&message, &["give the directory"]);
     assert!(ModelFiles::open(&dir.path().join("absent")).unwrap_err().to_string().contains("absent"));
+}
+
+/// GGF-11: any file of a split set, or their directory, is the whole model.
+#[test]
+fn a_split_gguf_model_opens_by_any_of_its_files() {
+    let dir = TempDir::new().unwrap();
+    let mut halves = [Tensors::new(), Tensors::new()];
+    for (i, (name, shape)) in tensors().into_iter().enumerate() {
+        halves[i % 2].insert(name, shape);
+    }
+    let n_tensors = tensors().len() as u32;
+    let paths = [1, 2].map(|number: u32| dir.path().join(format!("m-{number:05}-of-00002.gguf")));
+    for (i, path) in paths.iter().enumerate() {
+        let keys = if i == 0 { gguf_keys("llama") } else { GgufBuilder::default() };
+        let keys = keys.u32("split.no", i as u32).u32("split.count", 2).u32("split.tensors.count", n_tensors);
+        fs::write(path, gguf_tensors(keys, &halves[i]).build()).unwrap();
+    }
+    let (_dir, single) = gguf_file(gguf_tensors(gguf_keys("llama"), &tensors()));
+    let print = |path: &Path| {
+        let files = ModelFiles::open(path).unwrap();
+        fingerprint(&files, &ModelConfig::from_files(&files).unwrap())
+    };
+    let whole = print(&single);
+    assert_eq!([&paths[0], &paths[1], &dir.path().to_path_buf()].map(|path| print(path)), [whole; 3]);
 }
 
 #[test]
