@@ -9,7 +9,7 @@ use crate::{
 };
 
 /// `2 · sqrt(2 / π)`: the tanh form of GELU as a sigmoid, `(1 + tanh(y)) / 2 = 1 / (1 + exp(−2y))`.
-const GELU_LINEAR: f32 = 1.595_769_1;
+const GELU_LINEAR: f32 = 1.595_769_2;
 /// The cubic coefficient 0.044715, times [`GELU_LINEAR`].
 const GELU_CUBIC: f32 = 0.071_354_814;
 

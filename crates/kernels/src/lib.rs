@@ -12,6 +12,10 @@
     unsafe_code,
     reason = "SIMD intrinsics and disjoint writes from several threads; each block says why"
 )]
+#![allow(
+    clippy::needless_range_loop,
+    reason = "register tiles index several arrays by the same token or query"
+)]
 
 mod act;
 mod aligned;

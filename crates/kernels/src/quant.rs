@@ -59,9 +59,13 @@ pub(crate) struct TileCounts {
 
 impl TileCounts {
     pub(crate) fn new(n_tokens: usize, vector: Vector) -> Self {
-        let n_12 = if vector.is_wide() { n_tokens / 12 } else { 0 };
-        let rest = n_tokens - n_12 * 12;
-        Self { n_12, n_4: rest / 4, n_2: rest % 4 / 2, n_1: rest % 2 }
+        let mut rest = n_tokens;
+        let mut count = |width| {
+            let n = if width <= vector.max_tokens() { rest / width } else { 0 };
+            rest -= n * width;
+            n
+        };
+        Self { n_12: count(12), n_4: count(4), n_2: count(2), n_1: count(1) }
     }
 }
 

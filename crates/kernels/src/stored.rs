@@ -150,7 +150,7 @@ impl StoredType {
 
     pub(crate) fn check(self, k: usize, n_rows: usize, have: usize) -> Result<usize, StoredError> {
         let row_bytes = self.row_bytes(k).ok_or(StoredError::PartialBlock { ty: self, k })?;
-        let want = row_bytes.checked_mul(n_rows).unwrap_or(usize::MAX);
+        let want = row_bytes.saturating_mul(n_rows);
         if have == want { Ok(row_bytes) } else { Err(StoredError::Length { ty: self, have, want }) }
     }
 }

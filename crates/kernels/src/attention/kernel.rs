@@ -1,7 +1,9 @@
 //! The vector form of [`super::attention`]: blocks outside, groups of up to four queries inside.
 //!
 //! Queries that share a KV head share each load of a key or value vector. A block that many queries read is
-//! converted to f32 once; one that few read is converted as it is loaded.
+//! converted to f32 once; one that few read is converted as it is loaded. The three steps of a group (scores,
+//! weights, values) are kernels of their own: inlined into one they would be compiled for every combination
+//! of format and group, and a call costs nothing beside what it computes.
 
 use std::ops::Range;
 
@@ -11,7 +13,7 @@ use super::{AttnInput, record_len, tile::Tile};
 use crate::{
     element::{Bf16, Element, F16, F32},
     expf::{exp2_lanes, pow2_exact},
-    simd::{Kernel, LANES, Simd},
+    simd::{Kernel, LANES, Simd, Vector},
 };
 
 /// Queries from which on converting a block beforehand is cheaper.
@@ -21,6 +23,7 @@ const GROUP: usize = 4;
 
 /// Computes the records of some shards of a tile.
 pub(super) struct AttendTile<'a> {
+    pub(super) vector: Vector,
     pub(super) input: &'a AttnInput<'a>,
     pub(super) tile: &'a Tile,
     pub(super) shards: Range<usize>,
@@ -34,7 +37,7 @@ struct Query<'a> {
     visible: Range<usize>,
 }
 
-/// One KV head of one block, and how to weigh it.
+/// One KV head of one block.
 struct Block<'a, N: Element> {
     k: &'a [N::Bits],
     v: &'a [N::Bits],
@@ -42,137 +45,119 @@ struct Block<'a, N: Element> {
     v_dim: usize,
     /// First absolute position.
     start: usize,
-    /// `scale · log2 e`.
-    factor: f32,
 }
 
-/// Memory a task reuses over its blocks.
+/// Memory and constants a task reuses over its blocks.
 struct Scratch {
+    vector: Vector,
+    /// `scale · log2 e`.
+    factor: f32,
     /// `[GROUP][padded]` scores, then weights.
     weights: Vec<f32>,
     /// The power of two that block sums are padded to.
     padded: usize,
+}
+
+impl AttendTile<'_> {
+    pub(super) fn run(self) {
+        match self.input.arena.geometry().dtype {
+            KvDtype::F16 => self.attend::<F16>(),
+            KvDtype::Bf16 => self.attend::<Bf16>(),
+            KvDtype::F32 => self.attend::<F32>(),
+        }
+    }
+
+    fn attend<N: Element>(self) {
+        let Self { vector, input, tile, shards, states } = self;
+        let geometry = input.arena.geometry();
+        let record = record_len(geometry.v_dim);
+        let queries = queries(input, tile);
+        for state in states.chunks_exact_mut(record) {
+            state.fill(0.0);
+            state[record - 1] = f32::NEG_INFINITY;
+        }
+        let (Some(first), Some(last)) = (queries.first(), queries.last()) else { return };
+        let padded = geometry.block_size.next_power_of_two().max(LANES);
+        let weights = vec![f32::NEG_INFINITY; GROUP * padded];
+        let factor = input.scale * std::f32::consts::LOG2_E;
+        let mut scratch = Scratch { vector, factor, weights, padded };
+        let mut converted = (geometry.dtype != KvDtype::F32 && queries.len() >= CONVERT_FROM)
+            .then(|| Converted { k: Vec::new(), v: Vec::new() });
+        let n_shards = input.layout.n_local_shards();
+        for j in input.local_blocks(first.visible.start..last.visible.end) {
+            let shard = j % n_shards;
+            if !shards.contains(&shard) {
+                continue;
+            }
+            let (k, v) = input.head_bytes(input.seqs[tile.seq].blocks[j], tile.kv_head);
+            let (k, v) = (bytemuck::cast_slice(k), bytemuck::cast_slice(v));
+            let (size, v_dim) = (geometry.block_size, geometry.v_dim);
+            let block = Block::<N> { k, v, size, v_dim, start: input.block_start(j) };
+            let len = queries.len() * record;
+            let states = &mut states[(shard - shards.start) * len..][..len];
+            match &mut converted {
+                Some(converted) => add_block(&converted.of(vector, &block), &queries, states, &mut scratch),
+                None => add_block(&block, &queries, states, &mut scratch),
+            }
+        }
+    }
+}
+
+fn queries<'a>(input: &AttnInput<'a>, tile: &Tile) -> Vec<Query<'a>> {
+    let k_dim = input.arena.geometry().k_dim;
+    tile.queries(input)
+        .map(|query| Query {
+            q: &input.q[query.row * input.q_stride + query.head * k_dim..][..k_dim],
+            visible: input.visible(query.pos),
+        })
+        .collect()
+}
+
+/// Room for a block as f32.
+struct Converted {
     k: Vec<f32>,
     v: Vec<f32>,
 }
 
-impl Kernel for AttendTile<'_> {
-    type Out = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        match self.input.arena.geometry().dtype {
-            KvDtype::F16 => attend::<S, F16>(s, self),
-            KvDtype::Bf16 => attend::<S, Bf16>(s, self),
-            KvDtype::F32 => attend::<S, F32>(s, self),
-        }
-    }
-}
-
-#[inline(always)]
-fn attend<S: Simd, N: Element>(s: S, task: AttendTile<'_>) {
-    let AttendTile { input, tile, shards, states } = task;
-    let geometry = input.arena.geometry();
-    let record = record_len(geometry.v_dim);
-    let queries: Vec<Query<'_>> = tile
-        .queries(input)
-        .map(|query| Query {
-            q: &input.q[query.row * input.q_stride + query.head * geometry.k_dim..][..geometry.k_dim],
-            visible: input.visible(query.pos),
-        })
-        .collect();
-    for state in states.chunks_exact_mut(record) {
-        state.fill(0.0);
-        state[record - 1] = f32::NEG_INFINITY;
-    }
-    let (Some(first), Some(last)) = (queries.first(), queries.last()) else { return };
-    let padded = geometry.block_size.next_power_of_two().max(LANES);
-    let weights = vec![f32::NEG_INFINITY; GROUP * padded];
-    let mut scratch = Scratch { weights, padded, k: Vec::new(), v: Vec::new() };
-    let converts = geometry.dtype != KvDtype::F32 && queries.len() >= CONVERT_FROM;
-    let n_shards = input.layout.n_local_shards();
-    for j in input.local_blocks(first.visible.start..last.visible.end) {
-        let shard = j % n_shards;
-        if !shards.contains(&shard) {
-            continue;
-        }
-        let (k, v) = input.head_bytes(input.seqs[tile.seq].blocks[j], tile.kv_head);
-        let block = Block::<N> {
-            k: bytemuck::cast_slice(k),
-            v: bytemuck::cast_slice(v),
-            size: geometry.block_size,
-            v_dim: geometry.v_dim,
-            start: input.block_start(j),
-            factor: input.scale * std::f32::consts::LOG2_E,
-        };
-        let len = queries.len() * record;
-        let states = &mut states[(shard - shards.start) * len..][..len];
-        if converts {
-            let (mut k, mut v) = (std::mem::take(&mut scratch.k), std::mem::take(&mut scratch.v));
-            let converted = block.convert(s, &mut k, &mut v);
-            all_queries(s, &converted, &queries, states, &mut scratch);
-            (scratch.k, scratch.v) = (k, v);
-        } else {
-            all_queries(s, &block, &queries, states, &mut scratch);
-        }
+impl Converted {
+    fn of<'a, N: Element>(&'a mut self, vector: Vector, block: &Block<'_, N>) -> Block<'a, F32> {
+        self.k.resize(block.k.len(), 0.0);
+        self.v.resize(block.v.len(), 0.0);
+        vector.run(Convert::<N> { from: block.k, to: &mut self.k });
+        vector.run(Convert::<N> { from: block.v, to: &mut self.v });
+        Block { k: &self.k, v: &self.v, size: block.size, v_dim: block.v_dim, start: block.start }
     }
 }
 
 impl<N: Element> Block<'_, N> {
-    /// The same block as f32.
-    #[inline(always)]
-    fn convert<'a, S: Simd>(&self, s: S, k: &'a mut Vec<f32>, v: &'a mut Vec<f32>) -> Block<'a, F32> {
-        convert::<S, N>(s, self.k, k);
-        convert::<S, N>(s, self.v, v);
-        Block { k, v, size: self.size, v_dim: self.v_dim, start: self.start, factor: self.factor }
-    }
-
     /// The keys of the block that a query sees.
-    #[inline(always)]
     fn keys(&self, visible: &Range<usize>) -> Range<usize> {
         let end = self.start + self.size;
         visible.start.clamp(self.start, end) - self.start..visible.end.clamp(self.start, end) - self.start
     }
 }
 
-#[inline(always)]
-fn convert<S: Simd, N: Element>(s: S, from: &[N::Bits], to: &mut Vec<f32>) {
-    to.resize(from.len(), 0.0);
-    let (chunks, tail) = from.as_chunks::<LANES>();
-    let (to_chunks, to_tail) = to.as_chunks_mut::<LANES>();
-    for (to, from) in to_chunks.iter_mut().zip(chunks) {
-        s.store(N::load(s, from), to);
-    }
-    for (to, from) in to_tail.iter_mut().zip(tail) {
-        *to = N::get(*from);
-    }
-}
-
-/// Adds a block to every query's record, in groups.
-#[inline(always)]
-fn all_queries<S: Simd, N: Element>(
-    s: S,
+/// Adds a block to every query's record, group by group.
+fn add_block<N: Element>(
     block: &Block<'_, N>,
     queries: &[Query<'_>],
     states: &mut [f32],
     scratch: &mut Scratch,
 ) {
     let record = record_len(block.v_dim);
-    let group = if S::WIDE { GROUP } else { 2 };
+    let group = scratch.vector.max_queries();
     for (queries, states) in queries.chunks(group).zip(states.chunks_mut(group * record)) {
         match queries {
-            [a, b, c, d] => add_block::<S, N, 4>(s, block, [a, b, c, d], states, scratch),
-            [a, b, c] => add_block::<S, N, 3>(s, block, [a, b, c], states, scratch),
-            [a, b] => add_block::<S, N, 2>(s, block, [a, b], states, scratch),
-            [a] => add_block::<S, N, 1>(s, block, [a], states, scratch),
+            [a, b, c, d] => add_to_group(block, [a, b, c, d], states, scratch),
+            [a, b, c] => add_to_group(block, [a, b, c], states, scratch),
+            [a, b] => add_to_group(block, [a, b], states, scratch),
+            [a] => add_to_group(block, [a], states, scratch),
             _ => {}
         }
     }
 }
 
-#[inline(always)]
-fn add_block<S: Simd, N: Element, const Q: usize>(
-    s: S,
+fn add_to_group<N: Element, const Q: usize>(
     block: &Block<'_, N>,
     queries: [&Query<'_>; Q],
     states: &mut [f32],
@@ -184,114 +169,150 @@ fn add_block<S: Simd, N: Element, const Q: usize>(
     if keys.iter().all(Range::is_empty) {
         return;
     }
-    scores::<S, N, Q>(s, block, queries.map(|query| query.q), &mut scratch.weights, padded);
+    let queries = queries.map(|query| query.q);
+    scratch.vector.run(Scores { block, queries, weights: &mut scratch.weights, padded });
     let mut rescale = [1.0; Q];
     for q in 0..Q {
         let weights = &mut scratch.weights[q * padded..][..padded];
         let stats = &mut states[q * record + block.v_dim..][..2];
-        rescale[q] = soften(s, weights, keys[q].clone(), block, stats);
+        let soften = Soften { weights, keys: keys[q].clone(), factor: scratch.factor, stats };
+        rescale[q] = scratch.vector.run(soften);
     }
+    let weights = &scratch.weights;
     if keys.iter().all(|range| *range == keys[0]) {
-        values::<S, N, Q>(s, block, &scratch.weights, padded, keys[0].clone(), rescale, states);
+        let keys = keys[0].clone();
+        scratch.vector.run(Values { block, weights, padded, keys, rescale, states });
         return;
     }
-    for q in 0..Q {
+    for (q, keys) in keys.into_iter().enumerate() {
         let weights = &scratch.weights[q * padded..][..padded];
-        let state = &mut states[q * record..][..record];
-        values::<S, N, 1>(s, block, weights, padded, keys[q].clone(), [rescale[q]], state);
+        let states = &mut states[q * record..][..record];
+        scratch.vector.run(Values { block, weights, padded, keys, rescale: [rescale[q]], states });
+    }
+}
+
+struct Convert<'a, N: Element> {
+    from: &'a [N::Bits],
+    to: &'a mut [f32],
+}
+
+impl<N: Element> Kernel for Convert<'_, N> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (chunks, tail) = self.from.as_chunks::<LANES>();
+        let (to_chunks, to_tail) = self.to.as_chunks_mut::<LANES>();
+        for (to, from) in to_chunks.iter_mut().zip(chunks) {
+            s.store(N::load(s, from), to);
+        }
+        for (to, from) in to_tail.iter_mut().zip(tail) {
+            *to = N::get(*from);
+        }
     }
 }
 
 /// Dot products of `Q` queries with all keys of the block, into `weights` (`[Q][padded]`).
-#[inline(always)]
-fn scores<S: Simd, N: Element, const Q: usize>(
-    s: S,
-    block: &Block<'_, N>,
-    queries: [&[f32]; Q],
-    weights: &mut [f32],
+struct Scores<'a, N: Element, const Q: usize> {
+    block: &'a Block<'a, N>,
+    queries: [&'a [f32]; Q],
+    weights: &'a mut [f32],
     padded: usize,
-) {
-    let n_chunks = block.size / LANES;
-    for chunk in (0..n_chunks / 2).map(|i| i * 2) {
-        score_chunks::<S, N, Q, 2>(s, block, queries, chunk, weights, padded);
-    }
-    if n_chunks % 2 == 1 {
-        score_chunks::<S, N, Q, 1>(s, block, queries, n_chunks - 1, weights, padded);
-    }
-    for key in n_chunks * LANES..block.size {
-        for (q, query) in queries.iter().enumerate() {
-            let dots = query.iter().zip(block.k[key..].iter().step_by(block.size));
-            weights[q * padded + key] = dots.fold(0.0, |dot, (q, k)| q.mul_add(N::get(*k), dot));
+}
+
+impl<N: Element, const Q: usize> Kernel for Scores<'_, N, Q> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        if Q > S::MAX_QUERIES {
+            return;
+        }
+        let size = self.block.size;
+        let n_chunks = size / LANES;
+        for chunk in (0..n_chunks / 2).map(|i| i * 2) {
+            self.chunks::<S, 2>(s, chunk);
+        }
+        if n_chunks % 2 == 1 {
+            self.chunks::<S, 1>(s, n_chunks - 1);
+        }
+        for key in n_chunks * LANES..size {
+            for (q, query) in self.queries.iter().enumerate() {
+                let dots = query.iter().zip(self.block.k[key..].iter().step_by(size));
+                let dot = dots.fold(0.0, |dot, (q, k)| q.mul_add(N::get(*k), dot));
+                self.weights[q * self.padded + key] = dot;
+            }
         }
     }
 }
 
-#[inline(always)]
-fn score_chunks<S: Simd, N: Element, const Q: usize, const C: usize>(
-    s: S,
-    block: &Block<'_, N>,
-    queries: [&[f32]; Q],
-    chunk: usize,
-    weights: &mut [f32],
-    padded: usize,
-) {
-    let mut dots = [[s.splat(0.0); C]; Q];
-    for (d, row) in block.k.chunks_exact(block.size).enumerate() {
-        let (keys, _) = row[chunk * LANES..][..C * LANES].as_chunks::<LANES>();
-        for c in 0..C {
-            let k = N::load(s, &keys[c]);
-            for q in 0..Q {
-                dots[q][c] = s.fma(s.splat(queries[q][d]), k, dots[q][c]);
+impl<N: Element, const Q: usize> Scores<'_, N, Q> {
+    #[inline(always)]
+    fn chunks<S: Simd, const C: usize>(&mut self, s: S, chunk: usize) {
+        let mut dots = [[s.splat(0.0); C]; Q];
+        for (d, row) in self.block.k.chunks_exact(self.block.size).enumerate() {
+            let (keys, _) = row[chunk * LANES..][..C * LANES].as_chunks::<LANES>();
+            for c in 0..C {
+                let k = N::load(s, &keys[c]);
+                for q in 0..Q {
+                    dots[q][c] = s.fma(s.splat(self.queries[q][d]), k, dots[q][c]);
+                }
             }
         }
-    }
-    for q in 0..Q {
-        let (to, _) = weights[q * padded + chunk * LANES..][..C * LANES].as_chunks_mut::<LANES>();
-        for c in 0..C {
-            s.store(dots[q][c], &mut to[c]);
+        for q in 0..Q {
+            let to = &mut self.weights[q * self.padded + chunk * LANES..][..C * LANES];
+            let (to, _) = to.as_chunks_mut::<LANES>();
+            for c in 0..C {
+                s.store(dots[q][c], &mut to[c]);
+            }
         }
     }
 }
 
 /// Turns one query's dot products into weights and updates its `l` and `max_exp2`. Returns the factor for
 /// what was accumulated before.
-#[inline(always)]
-fn soften<S: Simd, N: Element>(
-    s: S,
-    weights: &mut [f32],
+struct Soften<'a> {
+    weights: &'a mut [f32],
     keys: Range<usize>,
-    block: &Block<'_, N>,
-    stats: &mut [f32],
-) -> f32 {
-    if keys.is_empty() {
-        return 1.0;
+    factor: f32,
+    stats: &'a mut [f32],
+}
+
+impl Kernel for Soften<'_> {
+    type Out = f32;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f32 {
+        let Self { weights, keys, factor, stats } = self;
+        if keys.is_empty() {
+            return 1.0;
+        }
+        let (chunks, _) = weights.as_chunks_mut::<LANES>();
+        for x in chunks.iter_mut() {
+            s.store(s.mul(s.load(x), s.splat(factor)), x);
+        }
+        weights[..keys.start].fill(f32::NEG_INFINITY);
+        weights[keys.end..].fill(f32::NEG_INFINITY);
+        let (chunks, _) = weights.as_chunks_mut::<LANES>();
+        let mut highest = s.load(&chunks[0]);
+        for x in &chunks[1..] {
+            highest = s.max(highest, s.load(x));
+        }
+        // Adding zero makes a negative zero positive.
+        let highest = fold(s, highest, |a, b| if a > b { a } else { b }).ceil() + 0.0;
+        let e = if stats[1] > highest { stats[1] } else { highest };
+        if e == f32::NEG_INFINITY {
+            weights.fill(0.0);
+            return 1.0;
+        }
+        for x in chunks.iter_mut() {
+            s.store(exp2_lanes(s, s.sub(s.load(x), s.splat(e))), x);
+        }
+        let rescale = pow2_exact(stats[1] - e);
+        stats[0] = stats[0] * rescale + block_sum(s, chunks);
+        stats[1] = e;
+        rescale
     }
-    let (chunks, _) = weights.as_chunks_mut::<LANES>();
-    for x in chunks.iter_mut() {
-        s.store(s.mul(s.load(x), s.splat(block.factor)), x);
-    }
-    weights[..keys.start].fill(f32::NEG_INFINITY);
-    weights[keys.end..].fill(f32::NEG_INFINITY);
-    let (chunks, _) = weights.as_chunks_mut::<LANES>();
-    let mut highest = s.load(&chunks[0]);
-    for x in &chunks[1..] {
-        highest = s.max(highest, s.load(x));
-    }
-    let highest = fold(s, highest, |a, b| if a > b { a } else { b });
-    // Adding zero makes a negative zero positive.
-    let highest = highest.ceil() + 0.0;
-    let e = if stats[1] > highest { stats[1] } else { highest };
-    if e == f32::NEG_INFINITY {
-        weights.fill(0.0);
-        return 1.0;
-    }
-    for x in chunks.iter_mut() {
-        s.store(exp2_lanes(s, s.sub(s.load(x), s.splat(e))), x);
-    }
-    let rescale = pow2_exact(stats[1] - e);
-    stats[0] = stats[0] * rescale + block_sum(s, chunks);
-    stats[1] = e;
-    rescale
 }
 
 /// The sum by halves of a power of two of vectors, then of their lanes.
@@ -330,83 +351,86 @@ fn fold<S: Simd>(s: S, x: S::F, join: impl Fn(f32, f32) -> f32) -> f32 {
 }
 
 /// Rescales the `acc` of `Q` records and adds the weighted values of `keys`.
-#[allow(
-    clippy::too_many_arguments,
-    reason = "an inlined inner loop; a struct would only rename its registers"
-)]
-#[inline(always)]
-fn values<S: Simd, N: Element, const Q: usize>(
-    s: S,
-    block: &Block<'_, N>,
-    weights: &[f32],
+struct Values<'a, N: Element, const Q: usize> {
+    block: &'a Block<'a, N>,
+    /// `[Q][padded]`.
+    weights: &'a [f32],
     padded: usize,
     keys: Range<usize>,
     rescale: [f32; Q],
-    states: &mut [f32],
-) {
-    let record = record_len(block.v_dim);
-    let wide = if S::WIDE { 4 } else { 2 };
-    let mut d = 0;
-    while d + LANES <= block.v_dim {
-        if d + wide * LANES > block.v_dim {
-            value_slab::<S, N, Q, 1>(s, block, weights, padded, keys.clone(), d, rescale, states);
-            d += LANES;
-        } else if S::WIDE {
-            value_slab::<S, N, Q, 4>(s, block, weights, padded, keys.clone(), d, rescale, states);
-            d += 4 * LANES;
-        } else {
-            value_slab::<S, N, Q, 2>(s, block, weights, padded, keys.clone(), d, rescale, states);
-            d += 2 * LANES;
+    /// `[Q][v_dim + 2]`.
+    states: &'a mut [f32],
+}
+
+impl<N: Element, const Q: usize> Kernel for Values<'_, N, Q> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        if Q > S::MAX_QUERIES {
+            return;
         }
-    }
-    for d in d..block.v_dim {
-        for q in 0..Q {
-            let acc = &mut states[q * record + d];
-            *acc *= rescale[q];
-            for key in keys.clone() {
-                *acc = weights[q * padded + key].mul_add(N::get(block.v[key * block.v_dim + d]), *acc);
+        let v_dim = self.block.v_dim;
+        let wide = if S::MAX_QUERIES == 4 { 4 } else { 2 };
+        let mut d = 0;
+        while d + wide * LANES <= v_dim {
+            if S::MAX_QUERIES == 4 {
+                self.slab::<S, 4>(s, d);
+            } else {
+                self.slab::<S, 2>(s, d);
             }
+            d += wide * LANES;
+        }
+        while d + LANES <= v_dim {
+            self.slab::<S, 1>(s, d);
+            d += LANES;
+        }
+        for d in d..v_dim {
+            self.one_dim(d);
         }
     }
 }
 
-/// `C` vectors of dimensions from `d` on, for `Q` queries.
-#[allow(
-    clippy::too_many_arguments,
-    reason = "an inlined inner loop; a struct would only rename its registers"
-)]
-#[inline(always)]
-fn value_slab<S: Simd, N: Element, const Q: usize, const C: usize>(
-    s: S,
-    block: &Block<'_, N>,
-    weights: &[f32],
-    padded: usize,
-    keys: Range<usize>,
-    d: usize,
-    rescale: [f32; Q],
-    states: &mut [f32],
-) {
-    let record = record_len(block.v_dim);
-    let mut acc = [[s.splat(0.0); C]; Q];
-    for q in 0..Q {
-        let (from, _) = states[q * record + d..][..C * LANES].as_chunks::<LANES>();
-        for c in 0..C {
-            acc[q][c] = s.mul(s.load(&from[c]), s.splat(rescale[q]));
+impl<N: Element, const Q: usize> Values<'_, N, Q> {
+    /// `C` vectors of dimensions from `d` on.
+    #[inline(always)]
+    fn slab<S: Simd, const C: usize>(&mut self, s: S, d: usize) {
+        let v_dim = self.block.v_dim;
+        let record = record_len(v_dim);
+        let mut acc = [[s.splat(0.0); C]; Q];
+        for q in 0..Q {
+            let (from, _) = self.states[q * record + d..][..C * LANES].as_chunks::<LANES>();
+            for c in 0..C {
+                acc[q][c] = s.mul(s.load(&from[c]), s.splat(self.rescale[q]));
+            }
         }
-    }
-    for key in keys {
-        let (row, _) = block.v[key * block.v_dim + d..][..C * LANES].as_chunks::<LANES>();
-        for c in 0..C {
-            let v = N::load(s, &row[c]);
-            for q in 0..Q {
-                acc[q][c] = s.fma(s.splat(weights[q * padded + key]), v, acc[q][c]);
+        for key in self.keys.clone() {
+            let (row, _) = self.block.v[key * v_dim + d..][..C * LANES].as_chunks::<LANES>();
+            for c in 0..C {
+                let v = N::load(s, &row[c]);
+                for q in 0..Q {
+                    acc[q][c] = s.fma(s.splat(self.weights[q * self.padded + key]), v, acc[q][c]);
+                }
+            }
+        }
+        for q in 0..Q {
+            let (to, _) = self.states[q * record + d..][..C * LANES].as_chunks_mut::<LANES>();
+            for c in 0..C {
+                s.store(acc[q][c], &mut to[c]);
             }
         }
     }
-    for q in 0..Q {
-        let (to, _) = states[q * record + d..][..C * LANES].as_chunks_mut::<LANES>();
-        for c in 0..C {
-            s.store(acc[q][c], &mut to[c]);
+
+    #[inline(always)]
+    fn one_dim(&mut self, d: usize) {
+        let v_dim = self.block.v_dim;
+        for q in 0..Q {
+            let acc = &mut self.states[q * record_len(v_dim) + d];
+            *acc *= self.rescale[q];
+            for key in self.keys.clone() {
+                let v = N::get(self.block.v[key * v_dim + d]);
+                *acc = self.weights[q * self.padded + key].mul_add(v, *acc);
+            }
         }
     }
 }

@@ -174,8 +174,7 @@ struct Job<'a> {
 impl Job<'_> {
     /// Computes the records of `shards` of a tile, `[shards][queries][record]`.
     fn attend(&self, tile: &Tile, shards: Range<usize>, states: &mut [f32]) {
-        let task = kernel::AttendTile { input: self.input, tile, shards, states };
-        self.vector.run(task);
+        kernel::AttendTile { vector: self.vector, input: self.input, tile, shards, states }.run();
     }
 
     /// Every shard of every tile as a task, then every tile's merge.

@@ -29,25 +29,30 @@ pub(super) struct FloatTask<'a, N> {
     _number: PhantomData<N>,
 }
 
-struct Task<'a> {
+/// Panels that no other task holds, and the job they are part of.
+pub(super) struct Task<'a> {
     job: &'a Job<'a>,
     run: &'a Run,
     panels: Range<usize>,
 }
 
-impl<'a, F> QuantTask<'a, F> {
+impl<'a> Task<'a> {
     /// # Safety
     /// No other task may hold these panels.
     pub(super) unsafe fn new(job: &'a Job<'a>, run: &'a Run, panels: Range<usize>) -> Self {
-        Self { task: Task { job, run, panels }, _format: PhantomData }
+        Self { job, run, panels }
+    }
+}
+
+impl<'a, F> QuantTask<'a, F> {
+    pub(super) fn new(task: Task<'a>) -> Self {
+        Self { task, _format: PhantomData }
     }
 }
 
 impl<'a, N> FloatTask<'a, N> {
-    /// # Safety
-    /// No other task may hold these panels.
-    pub(super) unsafe fn new(job: &'a Job<'a>, run: &'a Run, panels: Range<usize>) -> Self {
-        Self { task: Task { job, run, panels }, _number: PhantomData }
+    pub(super) fn new(task: Task<'a>) -> Self {
+        Self { task, _number: PhantomData }
     }
 }
 
@@ -91,6 +96,9 @@ fn quant_tiles<S: Simd, F: Format, const T: usize>(
     (scales, codes): (&[F::Scales], &[F::Codes]),
     set: &TileSet<T, ActBlock<T>>,
 ) {
+    if T > S::MAX_TOKENS {
+        return;
+    }
     for (token, blocks) in set.tiles() {
         let sums = segments_sum(s, task.job.w.segment_ends(), GROUP, |steps| {
             quant_tile::<S, F, T>(s, &scales[steps.clone()], &codes[steps.clone()], &blocks[steps])
@@ -108,6 +116,9 @@ fn float_tiles<S: Simd, N: Element, const T: usize>(
     weights: &[[N::Bits; LANES]],
     set: &TileSet<T, [f32; T]>,
 ) {
+    if T > S::MAX_TOKENS {
+        return;
+    }
     for (token, columns) in set.tiles() {
         let sums = segments_sum(s, task.job.w.segment_ends(), 1, |steps| {
             let mut acc = [s.splat(0.0); T];

@@ -22,7 +22,7 @@
 mod kernel;
 mod reference;
 
-use kernel::{FloatTask, QuantTask};
+use kernel::{FloatTask, QuantTask, Task};
 
 use crate::{
     element,
@@ -30,7 +30,7 @@ use crate::{
     pack::{PackedMatrix, Run},
     panel::with_format,
     quant::{Acts, Batch, Columns},
-    simd::{LANES, Vector},
+    simd::LANES,
     stored::StoredType,
 };
 
@@ -73,7 +73,16 @@ pub fn matmul(exec: &Exec, w: &PackedMatrix, x: &[f32], bias: Option<&[f32]>, y:
     exec.parallel(tasks.len(), |i| {
         let (run, panels) = &tasks[i];
         // SAFETY: tasks hold different panels, hence different columns of `y`.
-        unsafe { run_task(vector, &job, run, panels.clone()) };
+        let task = unsafe { Task::new(&job, run, panels.clone()) };
+        with_format!(
+            run.ty,
+            F => vector.run(QuantTask::<F>::new(task)),
+            float => match float {
+                StoredType::F16 => vector.run(FloatTask::<element::F16>::new(task)),
+                StoredType::BF16 => vector.run(FloatTask::<element::Bf16>::new(task)),
+                _ => vector.run(FloatTask::<element::F32>::new(task)),
+            }
+        );
     });
 }
 
@@ -83,21 +92,6 @@ fn split(runs: &[Run], n_threads: usize) -> Vec<(&Run, std::ops::Range<usize>)> 
     let per_task = if n_threads == 1 { n_panels.max(1) } else { n_panels.div_ceil(n_threads * 4).max(1) };
     let of_run = |run: &Run| (0..run.n_panels()).step_by(per_task);
     runs.iter().flat_map(|run| of_run(run).map(move |p| (run, p..run.n_panels().min(p + per_task)))).collect()
-}
-
-/// # Safety
-/// No other task may hold any of these panels.
-unsafe fn run_task(vector: Vector, job: &Job<'_>, run: &Run, panels: std::ops::Range<usize>) {
-    // SAFETY: this function's contract is that of every task.
-    with_format!(
-        run.ty,
-        F => vector.run(unsafe { QuantTask::<F>::new(job, run, panels) }),
-        float => match float {
-            StoredType::F16 => vector.run(unsafe { FloatTask::<element::F16>::new(job, run, panels) }),
-            StoredType::BF16 => vector.run(unsafe { FloatTask::<element::Bf16>::new(job, run, panels) }),
-            _ => vector.run(unsafe { FloatTask::<element::F32>::new(job, run, panels) }),
-        }
-    );
 }
 
 impl Job<'_> {

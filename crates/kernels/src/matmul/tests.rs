@@ -1,4 +1,5 @@
 //! Matmul: one result on every implementation, and the right one.
+#![allow(clippy::single_range_in_vec_init, reason = "one segment is a list of one range")]
 
 use std::ops::Range;
 

@@ -39,7 +39,8 @@ impl Simd for Avx2 {
     type F = (__m256, __m256);
     type I = (__m256i, __m256i);
     type B = (__m256i, __m256i);
-    const WIDE: bool = false;
+    const MAX_TOKENS: usize = 4;
+    const MAX_QUERIES: usize = 2;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {

@@ -41,7 +41,8 @@ impl Simd for Avx512 {
     type F = __m512;
     type I = __m512i;
     type B = __m512i;
-    const WIDE: bool = true;
+    const MAX_TOKENS: usize = 12;
+    const MAX_QUERIES: usize = 4;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {

@@ -34,8 +34,10 @@ pub(crate) trait Simd: Copy + Send + Sync {
     type I: Copy;
     /// Sixteen times four unsigned bytes.
     type B: Copy;
-    /// Whether 24 accumulators of type `F` stay in registers; otherwise 6 do.
-    const WIDE: bool;
+    /// Tokens a matmul tile has at most: what the registers hold (12, 4 or 2).
+    const MAX_TOKENS: usize;
+    /// Queries an attention group has at most (4 or 2).
+    const MAX_QUERIES: usize;
 
     fn splat(self, x: f32) -> Self::F;
     fn load(self, x: &[f32; LANES]) -> Self::F;
@@ -136,17 +138,26 @@ impl Vector {
         }
     }
 
-    /// Whether the register file holds 24 accumulators; see [`Simd::WIDE`].
-    pub(crate) fn is_wide(self) -> bool {
-        struct IsWide;
-        impl Kernel for IsWide {
-            type Out = bool;
-            #[inline(always)]
-            fn run<S: Simd>(self, _: S) -> bool {
-                S::WIDE
-            }
+    /// [`Simd::MAX_TOKENS`].
+    pub(crate) fn max_tokens(self) -> usize {
+        match self {
+            Self::Portable(_) => Portable::MAX_TOKENS,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(_) => Avx2::MAX_TOKENS,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(_) => Avx512::MAX_TOKENS,
         }
-        self.run(IsWide)
+    }
+
+    /// [`Simd::MAX_QUERIES`].
+    pub(crate) fn max_queries(self) -> usize {
+        match self {
+            Self::Portable(_) => Portable::MAX_QUERIES,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(_) => Avx2::MAX_QUERIES,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(_) => Avx512::MAX_QUERIES,
+        }
     }
 }
 

@@ -17,7 +17,8 @@ impl Simd for Portable {
     type F = [f32; LANES];
     type I = [i32; LANES];
     type B = [u8; 4 * LANES];
-    const WIDE: bool = false;
+    const MAX_TOKENS: usize = 2;
+    const MAX_QUERIES: usize = 2;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {
