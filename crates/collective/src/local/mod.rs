@@ -19,7 +19,7 @@ use std::{
 };
 
 use crate::{
-    comm::{AbortHandle, CommConfig},
+    comm::{AbortHandle, CommConfig, WaitPolicy},
     error::{Call, CommError, Op},
     transport::{Exchange, MAX_RANKS, Transport, part_id},
 };
@@ -31,6 +31,9 @@ use rendezvous::{Fate, Rendezvous};
 /// If `n_ranks` is not in 1..=64.
 pub fn local_group(n_ranks: usize, config: CommConfig) -> Vec<LocalCommunicator> {
     assert!((1..=MAX_RANKS).contains(&n_ranks), "a group has 1 to {MAX_RANKS} ranks, not {n_ranks}");
+    // Chosen by the whole group: the threads of all its parts share the cores.
+    let wait = config.wait.unwrap_or_else(|| WaitPolicy::for_threads(n_ranks));
+    let config = CommConfig { wait: Some(wait), ..config };
     let shared = Arc::new(Shared::new(0..n_ranks, 0, config, Arc::default()));
     (0..n_ranks).map(|rank| LocalCommunicator { rank, seq: 0, shared: Arc::clone(&shared) }).collect()
 }
