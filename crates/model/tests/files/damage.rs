@@ -32,14 +32,14 @@ fn every_truncation_is_refused_by_file_name() {
 #[test]
 fn every_single_bit_flip_is_survived() {
     let dir = model_dir(&base_config(), &small());
-    let bytes = safetensors(&small());
-    for bit in 0..bytes.len() * 8 {
-        let mut flipped = bytes.clone();
-        flipped[bit / 8] ^= 1 << (bit % 8);
-        if let Ok(files) = open(&dir, &flipped) {
-            let n_bytes: usize = files.tensors().map(|tensor| tensor.bytes.len()).sum();
-            assert_eq!(n_bytes, 40, "the data is covered whatever the names are");
-        }
+    let path = dir.path().join("model.safetensors");
+    for bit in 0..fs::read(&path).unwrap().len() * 8 {
+        with_changed_byte(&path, bit / 8, 1 << (bit % 8), || {
+            if let Ok(files) = ModelFiles::open(dir.path()) {
+                let n_bytes: usize = files.tensors().map(|tensor| tensor.bytes.len()).sum();
+                assert_eq!(n_bytes, 40, "the data is covered whatever the names are");
+            }
+        });
     }
 }
 
@@ -56,24 +56,20 @@ fn the_header_limit_is_exact() {
     assert_eq!(open(&dir, &empty).unwrap().tensor("w").unwrap().shape, [0, 4]);
 }
 
-/// Every byte of the header of a GGUF model, changed two ways: keys, values, names, shapes and places.
+/// Every byte of the header of a GGUF model, one bit of it changed: keys, values, names, shapes and places.
 #[test]
 fn every_changed_byte_of_a_gguf_header_is_survived() {
     let whole = gguf_tensors(gguf_keys("llama"), &tensors());
     let n_data: usize = tensors().values().map(|shape| shape.iter().product::<usize>() * 4).sum();
     let (_dir, path) = gguf_file(whole);
-    let bytes = fs::read(&path).unwrap();
-    for at in 0..bytes.len() - n_data {
-        for mask in [1, 0x80] {
-            let mut changed = bytes.clone();
-            changed[at] ^= mask;
-            fs::write(&path, changed).unwrap();
-            let Ok(files) = ModelFiles::open(&path) else { continue };
-            if let Ok(config) = ModelConfig::from_files(&files) {
-                let (cos, sin) = longreach_model::config::rope::tables(&config.rope, 2);
-                assert!(cos.iter().chain(&sin).all(|value| value.is_finite()), "byte {at}");
-            }
-        }
+    let n_header = fs::read(&path).unwrap().len() - n_data;
+    for at in 0..n_header {
+        with_changed_byte(&path, at, 1 << (at % 8), || {
+            let Ok(files) = ModelFiles::open(&path) else { return };
+            let Ok(config) = ModelConfig::from_files(&files) else { return };
+            let (cos, sin) = longreach_model::config::rope::tables(&config.rope, 2);
+            assert!(cos.iter().chain(&sin).all(|value| value.is_finite()), "byte {at}");
+        });
     }
 }
 

@@ -1,6 +1,11 @@
 //! Small models, put together tensor by tensor.
 
-use std::{collections::BTreeMap, fs, path::Path};
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{Read, Seek, SeekFrom, Write},
+    path::Path,
+};
 
 use longreach_gguf::{GgmlType, GgufBuilder};
 use longreach_model::{
@@ -184,6 +189,21 @@ pub(crate) fn gguf_file(builder: GgufBuilder) -> (TempDir, std::path::PathBuf) {
     let path = dir.path().join("model.gguf");
     fs::write(&path, builder.build()).unwrap();
     (dir, path)
+}
+
+/// Calls `look` with one byte of the file at `path` changed by `mask`, and changes it back.
+pub(crate) fn with_changed_byte(path: &Path, at: usize, mask: u8, look: impl FnOnce()) {
+    let mut file = fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let mut flip = || {
+        let mut byte = [0];
+        file.seek(SeekFrom::Start(at as u64)).unwrap();
+        file.read_exact(&mut byte).unwrap();
+        file.seek(SeekFrom::Start(at as u64)).unwrap();
+        file.write_all(&[byte[0] ^ mask]).unwrap();
+    };
+    flip();
+    look();
+    flip();
 }
 
 /// Asserts that `message` holds every one of `words`.
