@@ -59,9 +59,10 @@ impl Detokenizer {
         Self { tokenizer: tokenizer.clone(), skip_special, state }
     }
 
-    /// Takes the next token; returns the text that it completes, often none.
+    /// Takes the next token; returns the text that it completes, often none. A token that the tokenizer does
+    /// not know gives no text: models are padded beyond their vocabulary, and may sample from the padding.
     pub fn push(&mut self, token: TokenId) -> Result<String, TextError> {
-        let bytes = self.tokenizer.token_bytes(token)?;
+        let bytes = self.tokenizer.token_bytes(token).unwrap_or_default();
         if self.skip_special && self.tokenizer.is_control(token) {
             return Ok(String::new());
         }

@@ -1,6 +1,7 @@
 //! Small tokenizers for the tests of this crate.
 
 use std::path::Path;
+use std::sync::LazyLock;
 
 use longreach_gguf::{GgufTokenizer, TokenType};
 use longreach_types::TokenId;
@@ -85,7 +86,15 @@ pub(crate) fn tokenizer(json: &Value) -> Tokenizer {
 
 /// A byte-level model with the control tokens of ChatML.
 pub(crate) fn byte_level() -> Tokenizer {
-    tokenizer(&byte_level_json(&MERGES, &CHATML))
+    static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| tokenizer(&byte_level_json(&MERGES, &CHATML)));
+    TOKENIZER.clone()
+}
+
+/// A SentencePiece model with few pieces, from id 261 on: `▁`, `a`, `▁a`, `▁▁`.
+pub(crate) fn sentence_piece() -> Tokenizer {
+    static TOKENIZER: LazyLock<Tokenizer> =
+        LazyLock::new(|| Tokenizer::from_gguf(&sentence_piece_gguf(&["▁", "a", "▁a", "▁▁"])).unwrap());
+    TOKENIZER.clone()
 }
 
 /// A model of a tokenizer and the source of a template.

@@ -35,6 +35,7 @@ pub(super) fn build(origin: &str, templates: &[(String, String)]) -> Result<Envi
     env.set_debug(false);
     env.set_fuel(Some(FUEL));
     env.add_filter("tojson", tojson);
+    env.add_test("iterable", is_iterable);
     env.add_function("raise_exception", raise_exception);
     env.add_function("strftime_now", strftime_now);
     for (name, source) in templates {
@@ -50,6 +51,11 @@ pub(super) fn build(origin: &str, templates: &[(String, String)]) -> Result<Envi
 
 fn raise_exception(message: String) -> Result<Value, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))
+}
+
+/// Nothing is not iterable in Python: templates ask so whether tools are given.
+fn is_iterable(value: &Value) -> bool {
+    !value.is_none() && value.try_iter().is_ok()
 }
 
 fn strftime_now(state: &State<'_, '_>, format: String) -> String {

@@ -48,6 +48,7 @@ fn python_methods_and_globals_are_there() {
         ("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(messages[0].content) }}", "<hi>"),
         ("{{ strftime_now('%d %B %Y') }}", "09 September 2001"),
         ("{% if tools is defined and tools is not none %}t{% else %}n{% endif %}", "n"),
+        ("{{ tools is iterable and tools | length > 0 }} {{ messages is iterable }}", "False True"),
         ("{{ messages | map(attribute='role') | join(',') }}", "user"),
         ("{{ messages | tojson }}", r#"[{"role": "user", "content": "hi"}]"#),
     ];

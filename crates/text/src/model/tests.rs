@@ -129,6 +129,30 @@ fn end_tokens_come_from_every_file_that_names_some() {
     assert_eq!(model.tokenizer().special().eos, Some(TokenId(264)));
 }
 
+/// TXT-5 for repositories that list their turn tokens as ordinary added tokens.
+#[test]
+fn tokens_that_frame_texts_are_control_tokens() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut tokenizer = byte_level_json(&MERGES, &[]);
+    tokenizer["added_tokens"] = added(&CHATML, 262, false);
+    let config =
+        json!({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", {"content": "\n"}]});
+    write_dir(
+        dir.path(),
+        &[
+            ("tokenizer.json", &tokenizer),
+            ("tokenizer_config.json", &config),
+            ("generation_config.json", &json!({"eos_token_id": [262, 10]})),
+        ],
+    );
+    let model = TextModel::load(dir.path()).unwrap();
+    let ids = model.encode_prompt("<|im_start|>\n<|im_end|><|endoftext|>").unwrap();
+    assert!(numbers(&ids).iter().all(|&id| id < 262));
+    let controls = CHATML.map(|spelling| model.tokenizer().control_token(spelling));
+    assert_eq!(controls, [262, 263, 264].map(|id| Some(TokenId(id))));
+    assert!(!model.tokenizer().is_control(TokenId(10)));
+}
+
 #[test]
 fn files_that_are_missing_or_damaged_are_named() {
     let dir = tempfile::tempdir().unwrap();

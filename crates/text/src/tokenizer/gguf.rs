@@ -10,7 +10,6 @@ use longreach_types::TokenId;
 use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::normalizers::{NFC, Prepend, Replace, Sequence as Normalizers};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
-use tokenizers::pre_tokenizers::digits::Digits;
 use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::tokenizer::SplitDelimiterBehavior;
@@ -20,43 +19,29 @@ use super::pieces::{PieceRule, byte_of_escape};
 use super::{DecodeRule, Lead, Parts, SpecialTokens, Tokenizer, guarded};
 use crate::TextError;
 
-/// Words, numbers by up to three digits, punctuation with line ends: cl100k, as Llama 3 spells it.
+/// Words of GPT-2: a contraction, or letters, or digits, or other characters, each with a space before; spaces.
+const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+const SINGLE_DIGITS: &str = r"\p{N}";
+const THREE_DIGITS: &str = r"\p{N}{1,3}";
+/// Words of cl100k, as Llama 3 spells it: numbers by up to three digits, punctuation with line ends.
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// The same with single digits.
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-
-/// The pre-tokenizers that the names in `tokenizer.ggml.pre` stand for.
-const BYTE_LEVEL: [ByteLevelKind; 4] = [
-    ByteLevelKind {
-        names: &["default", "gpt-2", "gpt2"],
-        words: Words::Gpt2,
-        nfc: false,
-        whole_words: false,
-    },
-    ByteLevelKind {
-        names: &["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"],
-        words: Words::Gpt2SingleDigits,
-        nfc: false,
-        whole_words: false,
-    },
-    ByteLevelKind {
-        names: &["qwen2", "deepseek-r1-qwen"],
-        words: Words::Pattern(QWEN2),
-        nfc: true,
-        whole_words: false,
-    },
-    ByteLevelKind {
-        names: &["llama-bpe", "llama3", "llama-v3"],
-        words: Words::Pattern(LLAMA3),
-        nfc: false,
-        whole_words: true,
-    },
-];
+/// The same with combining marks as parts of words.
+const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// Words of o200k: a capital begins a new word.
+const O200K: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// The same without contractions and with single digits.
+const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const DEEPSEEK_V3_CJK: &str = r"[一-龥぀-ゟ゠-ヿ]+";
+const DEEPSEEK_V3_WORDS: &str = r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##;
 
 /// One kind of byte-level BPE.
 struct ByteLevelKind {
+    /// What `tokenizer.ggml.pre` calls it.
     names: &'static [&'static str],
-    words: Words,
+    /// How text is cut into words: at each match of each pattern in turn.
+    cuts: &'static [&'static str],
     /// Whether text is brought into Unicode's composed form first.
     nfc: bool,
     /// Whether a word that is a token is that token, whatever the merges say. These are also the models
@@ -64,12 +49,24 @@ struct ByteLevelKind {
     whole_words: bool,
 }
 
-/// How text is cut into words.
-#[derive(Clone, Copy)]
-enum Words {
-    Gpt2,
-    Gpt2SingleDigits,
-    Pattern(&'static str),
+const BYTE_LEVEL: [ByteLevelKind; 10] = [
+    kind(&["default", "gpt-2", "gpt2", "mpt", "olmo", "jais"], &[GPT2]),
+    kind(
+        &["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"],
+        &[SINGLE_DIGITS, GPT2],
+    ),
+    kind(&["falcon"], &[r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"]),
+    kind(&["deepseek-coder"], &["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", SINGLE_DIGITS]),
+    kind(&["deepseek-v3"], &[THREE_DIGITS, DEEPSEEK_V3_CJK, DEEPSEEK_V3_WORDS]),
+    kind(&["gpt-4o", "llama4"], &[O200K]),
+    ByteLevelKind { nfc: true, ..kind(&["qwen2", "deepseek-r1-qwen"], &[QWEN2]) },
+    kind(&["qwen35"], &[QWEN35]),
+    ByteLevelKind { whole_words: true, ..kind(&["llama-bpe", "llama3", "llama-v3"], &[LLAMA3]) },
+    ByteLevelKind { whole_words: true, ..kind(&["tekken"], &[TEKKEN]) },
+];
+
+const fn kind(names: &'static [&'static str], cuts: &'static [&'static str]) -> ByteLevelKind {
+    ByteLevelKind { names, cuts, nfc: false, whole_words: false }
 }
 
 impl Tokenizer {
@@ -106,7 +103,7 @@ fn byte_level(gguf: &GgufTokenizer) -> Result<Parts, TextError> {
         let bpe = BPE::builder().vocab_and_merges(vocab_of(&pieces), merges).ignore_merges(kind.whole_words);
         let mut engine = tokenizers::Tokenizer::new(bpe.build()?);
         engine.with_normalizer(kind.nfc.then_some(NFC))?;
-        engine.with_pre_tokenizer(Some(kind.words.pre_tokenizer()?));
+        engine.with_pre_tokenizer(Some(kind.pre_tokenizer()?));
         engine.with_decoder(Some(ByteLevel::default()));
         Ok(engine)
     })?;
@@ -115,18 +112,15 @@ fn byte_level(gguf: &GgufTokenizer) -> Result<Parts, TextError> {
     Ok(Parts { engine, rule, special: special_tokens(gguf, kind.whole_words) })
 }
 
-impl Words {
-    fn pre_tokenizer(self) -> tokenizers::Result<PreTokenizerWrapper> {
-        let byte_level = |use_regex| PreTokenizerWrapper::from(ByteLevel::new(false, true, use_regex));
-        Ok(match self {
-            Self::Gpt2 => byte_level(true),
-            Self::Gpt2SingleDigits => Sequence::new(vec![Digits::new(true).into(), byte_level(true)]).into(),
-            Self::Pattern(pattern) => {
-                let pattern = SplitPattern::Regex(pattern.to_owned());
-                let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false)?;
-                Sequence::new(vec![split.into(), byte_level(false)]).into()
-            }
-        })
+impl ByteLevelKind {
+    fn pre_tokenizer(&self) -> tokenizers::Result<Sequence> {
+        let mut steps: Vec<PreTokenizerWrapper> = Vec::new();
+        for &cut in self.cuts {
+            let pattern = SplitPattern::Regex(cut.to_owned());
+            steps.push(Split::new(pattern, SplitDelimiterBehavior::Isolated, false)?.into());
+        }
+        steps.push(ByteLevel::new(false, true, false).into());
+        Ok(Sequence::new(steps))
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::Path;
 use longreach_types::TokenId;
 use serde::Deserialize;
 use serde_json::Value;
+use tokenizers::AddedToken;
 
 use super::{DecodeRule, Parts, SpecialTokens, Tokenizer, guarded};
 use crate::TextError;
@@ -38,6 +39,7 @@ pub(crate) struct TokenizerConfig {
     eos_token: Option<TokenName>,
     unk_token: Option<TokenName>,
     pad_token: Option<TokenName>,
+    additional_special_tokens: Option<Vec<TokenName>>,
     add_bos_token: Option<bool>,
     tokenizer_class: Option<String>,
     /// A template, or a list of named ones.
@@ -86,6 +88,7 @@ fn read_parts(json: &[u8], config: &TokenizerConfig, special: SpecialTokens) -> 
     let mut engine = guarded("load", || tokenizers::Tokenizer::from_bytes(json))?;
     guarded("drop its truncation", || engine.with_truncation(None).map(|_| ()))?;
     engine.with_padding(None);
+    guarded("mark its control tokens", || add_named_tokens(config, &mut engine))?;
     let special = special_tokens(special, &file.model, config, &engine)?;
     Ok(Parts { engine, rule: DecodeRule::from_json(file.decoder.as_ref()), special })
 }
@@ -100,6 +103,7 @@ impl TokenizerConfig {
             eos_token: config.eos_token.or(map.eos_token),
             unk_token: config.unk_token.or(map.unk_token),
             pad_token: config.pad_token.or(map.pad_token),
+            additional_special_tokens: config.additional_special_tokens.or(map.additional_special_tokens),
             ..config
         })
     }
@@ -125,6 +129,21 @@ impl OneOrMany {
             Self::Many(ids) => ids.into_iter().map(TokenId).collect(),
         }
     }
+}
+
+/// The reference makes control tokens of all that these files name, whatever tokenizer.json says of them.
+fn add_named_tokens(config: &TokenizerConfig, engine: &mut tokenizers::Tokenizer) -> tokenizers::Result<()> {
+    let named = [&config.bos_token, &config.eos_token, &config.pad_token].into_iter().flatten();
+    let names = named.chain(config.additional_special_tokens.iter().flatten()).map(TokenName::spelling);
+    let known: Vec<&str> = names.filter(|name| engine.token_to_id(name).is_some()).collect();
+    let added = engine.get_added_tokens_decoder();
+    let missing =
+        known.into_iter().filter(|name| !added.values().any(|token| token.special && token.content == *name));
+    let words = missing.filter(|name| name.trim().chars().nth(1).is_some());
+    let flags = |name: &str| added.values().find(|token| token.content == name).cloned();
+    let tokens = words.map(|name| flags(name).unwrap_or_else(|| AddedToken::from(name, true)).special(true));
+    let tokens: Vec<AddedToken> = tokens.collect();
+    engine.add_special_tokens(tokens).map(|_| ())
 }
 
 /// The end tokens that generation_config.json lists, or else config.json.

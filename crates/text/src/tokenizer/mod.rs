@@ -95,6 +95,7 @@ impl Tokenizer {
         guarded("drop its truncation", || engine.with_truncation(None).map(|_| ()))?;
         engine.with_padding(None);
         engine.set_encode_special_tokens(false);
+        guarded("mark its control tokens", || mark_control_tokens(&mut engine, &special))?;
         let added = engine.get_added_tokens_decoder();
         let mut controls: Vec<(TokenId, AddedToken)> = added
             .into_iter()
@@ -352,6 +353,20 @@ fn trimmed(text: &str, start: usize, end: usize) -> (usize, usize) {
     let Some(spelling) = text.get(start..end) else { return (start, end) };
     let start = end - spelling.trim_start().len();
     (start.min(end), start + spelling.trim().len())
+}
+
+/// Makes control tokens of those that frame texts, also when a file lists them as ordinary added tokens. A
+/// stop token that is a piece of text, such as a line end, stays one.
+fn mark_control_tokens(
+    engine: &mut tokenizers::Tokenizer,
+    special: &SpecialTokens,
+) -> tokenizers::Result<()> {
+    let added = engine.get_added_tokens_decoder();
+    let framing = special.stop.iter().chain(&special.bos).chain(&special.eos).chain(&special.pad);
+    let ordinary = framing.filter_map(|id| added.get(&id.0)).filter(|token| !token.special);
+    let words = ordinary.filter(|token| token.content.trim().chars().nth(1).is_some());
+    let tokens: Vec<AddedToken> = words.map(|token| token.clone().special(true)).collect();
+    engine.add_special_tokens(tokens).map(|_| ())
 }
 
 fn vocabulary_of(
