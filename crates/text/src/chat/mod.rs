@@ -31,6 +31,19 @@ const TOOL_USE: &str = "tool_use";
 /// What a trial rendering looks for.
 const TRIAL: &str = "trial-text";
 
+/// Errors in the rendering of a plain question that no request can mend.
+const BROKEN: [ErrorKind; 5] = [
+    ErrorKind::UnknownFilter,
+    ErrorKind::UnknownFunction,
+    ErrorKind::UnknownTest,
+    ErrorKind::UnknownMethod,
+    ErrorKind::OutOfFuel,
+];
+/// The same for a conversation with tool calls, whose form differs between templates: a method that a value
+/// does not have may be a matter of form.
+const INCOMPLETE: [ErrorKind; 3] =
+    [ErrorKind::UnknownFilter, ErrorKind::UnknownFunction, ErrorKind::UnknownTest];
+
 /// A compiled chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
@@ -202,8 +215,9 @@ impl ChatTemplate {
     /// Renders small conversations to see whether the template works at all and what it can do.
     fn try_out(&self) -> Result<Capabilities, TextError> {
         let user = json!([{"role": "user", "content": TRIAL}]);
-        self.first_trial(user.clone(), None)?;
-        self.first_trial(user, Some(trial_tools()))?;
+        self.first_trial(user.clone(), None, &BROKEN)?;
+        self.first_trial(user, Some(trial_tools()), &BROKEN)?;
+        self.first_trial(trial_call(), Some(trial_tools()), &INCOMPLETE)?;
         let system = |role: &str| json!([{"role": role, "content": TRIAL}, {"role": "user", "content": "x"}]);
         let parts = json!([{"role": "user", "content": [{"type": "text", "text": TRIAL}]}]);
         let silent = json!({"role": "assistant", "content": null, "tool_calls": []});
@@ -220,16 +234,16 @@ impl ChatTemplate {
         })
     }
 
-    /// A plain question must not fail for want of anything. A template may refuse it in its own words, or
-    /// need a variable; to call what does not exist is its fault and fails the load.
-    fn first_trial(&self, messages: Value, tools: Option<Value>) -> Result<(), TextError> {
-        let Err(error) = self.trial(messages, tools) else { return Ok(()) };
-        match error.kind() {
-            ErrorKind::UnknownFilter
-            | ErrorKind::UnknownFunction
-            | ErrorKind::UnknownMethod
-            | ErrorKind::UnknownTest
-            | ErrorKind::OutOfFuel => {
+    /// A template may refuse a trial in its own words, or need a variable. To call what does not exist is its
+    /// fault and fails the load.
+    fn first_trial(
+        &self,
+        messages: Value,
+        tools: Option<Value>,
+        fatal: &[ErrorKind],
+    ) -> Result<(), TextError> {
+        match self.trial(messages, tools) {
+            Err(error) if fatal.contains(&error.kind()) => {
                 Err(TextError::Template { origin: self.origin.clone(), reason: format!("{error:#}") })
             }
             _ => Ok(()),
@@ -322,6 +336,18 @@ fn to_jinja(value: &Value, marks: Option<(&Marker<'_>, &MarkPolicy)>) -> minijin
 fn key_text(key: &str, text: &impl Fn(&str) -> String) -> String {
     let is_name = key.chars().all(|c| c.is_ascii_alphanumeric() || "_-.$".contains(c));
     if is_name { key.to_owned() } else { text(key) }
+}
+
+fn trial_call() -> Value {
+    let call =
+        json!({"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {"x": "1"}}});
+    json!([
+        {"role": "user", "content": TRIAL},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "f", "tool_call_id": "a12345678", "content": "2"},
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": TRIAL},
+    ])
 }
 
 fn trial_tools() -> Value {

@@ -87,6 +87,10 @@ fn broken_templates_fail_at_load() {
         ("{{ frobnicate() }}", "unknown function"),
         ("{{ messages[0].content.frobnicate() }}", "unknown method"),
         ("{% if tools %}{{ tools.frobnicate() }}{% endif %}", "unknown method"),
+        (
+            "{% for m in messages if m.role == 'tool' %}{{ m.content is frobnicated }}{% endfor %}",
+            "unknown test",
+        ),
         ("{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}", "fuel"),
         (
             "{% set ns = namespace(s='xxxxxxxx') %}{% for a in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",

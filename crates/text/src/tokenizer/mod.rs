@@ -15,6 +15,7 @@ mod hf;
 mod pieces;
 mod vocabulary;
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -46,12 +47,11 @@ pub enum Specials {
 }
 
 /// A tokenizer. Cheap to clone and to share between threads.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Tokenizer {
     inner: Arc<Inner>,
 }
 
-#[derive(Debug)]
 struct Inner {
     engine: tokenizers::Tokenizer,
     /// The added tokens without the control tokens, and with the boundary token.
@@ -87,6 +87,16 @@ struct Parts {
     engine: tokenizers::Tokenizer,
     rule: DecodeRule,
     special: SpecialTokens,
+}
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let size = self.vocab_size();
+        f.debug_struct("Tokenizer")
+            .field("vocab_size", &size)
+            .field("special", self.special())
+            .finish_non_exhaustive()
+    }
 }
 
 impl Tokenizer {
