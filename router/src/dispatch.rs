@@ -1,0 +1,275 @@
+//! The life of one output: from a checked request to its last token, whatever dies on the way.
+//!
+//! [`Choice`] is pulled: it has no task and no queue of its own. Dropping it drops the worker streams, which cancels
+//! the work behind them at once; a client that reads slowly slows the workers through HTTP/2's flow control.
+//!
+//! One attempt is a [`Leg`](leg::Leg). When it fails for a reason that another may not have, the output is taken up
+//! again from the tokens that the client already has; noise and penalties count from the true start of the output, so
+//! it goes on as if nothing had happened.
+
+mod fault;
+mod leg;
+
+use std::{sync::Arc, time::Duration};
+
+use longreach_proto::worker::OutputToken;
+use longreach_types::{FinishReason, Prompt, SamplingParams, TokenId, WorkerId};
+use tokio::time::Instant;
+
+use self::{
+    fault::Fault,
+    leg::{Leg, LegEvent, Work},
+};
+use crate::{
+    call::CallContext,
+    error::{ServiceError, Stage},
+    metrics::Metrics,
+    workers::{Decode, Pool, Prefill},
+};
+
+/// The first pause before the same workers are tried again.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+
+/// The longest such pause.
+const MAX_PAUSE: Duration = Duration::from_secs(1);
+
+/// How hard an output is fought for.
+#[derive(Clone, Copy, Debug)]
+pub struct RecoveryConfig {
+    /// Attempts at one output that may fail before it is given up. More survive worse days; fewer spare workers
+    /// that a poisonous request kills.
+    pub max_attempts: u32,
+    /// How long an interrupted output waits for a worker that can take it up. Longer outlasts the restart of a decode
+    /// group; shorter tells the client sooner.
+    pub recovery_window: Duration,
+    /// The hint given to a client that is turned away.
+    pub retry_after: Duration,
+}
+
+impl Default for RecoveryConfig {
+    fn default() -> Self {
+        Self {
+            max_attempts: 3,
+            recovery_window: Duration::from_secs(30),
+            retry_after: Duration::from_secs(1),
+        }
+    }
+}
+
+/// The workers, and how they are used.
+pub(crate) struct Dispatcher {
+    pub(crate) decodes: Arc<Pool<Decode>>,
+    pub(crate) prefills: Arc<Pool<Prefill>>,
+    pub(crate) recovery: RecoveryConfig,
+    pub(crate) metrics: Metrics,
+}
+
+/// What one output is made from.
+#[derive(Clone, Debug)]
+pub(crate) struct ChoiceSpec {
+    pub(crate) prompt: Arc<[TokenId]>,
+    pub(crate) cache_salt: Vec<u8>,
+    pub(crate) sampling: SamplingParams,
+    pub(crate) priority: i32,
+    pub(crate) session: Option<String>,
+    /// The model's end-of-sequence tokens.
+    pub(crate) eos: Arc<[TokenId]>,
+}
+
+/// One output in the making.
+pub(crate) struct Choice {
+    dispatcher: Arc<Dispatcher>,
+    call: Arc<CallContext>,
+    spec: ChoiceSpec,
+    emitted: Vec<TokenId>,
+    leg: Option<Leg>,
+    stage: Stage,
+    failures: Failures,
+    done: bool,
+}
+
+/// What happens to an output.
+#[derive(Clone, Debug)]
+pub(crate) enum ChoiceEvent {
+    /// A decode group has reserved blocks. Comes again when the output is taken up elsewhere.
+    Accepted {
+        /// Prompt tokens found in the group's prefix cache.
+        cached_len: usize,
+    },
+    /// A token.
+    Token {
+        token: OutputToken,
+        /// Prompt tokens found in the prefill worker's prefix cache, with the token it sampled.
+        cached_len: usize,
+    },
+    /// The output is complete; comes last, once.
+    Finish(FinishReason),
+}
+
+/// What went wrong so far.
+#[derive(Default)]
+struct Failures {
+    /// Attempts that failed with workers at work on them.
+    n_attempts: u32,
+    /// Attempts in a row that found no worker to start on.
+    n_starts: u32,
+    /// When the output was interrupted; `None` while it runs.
+    since: Option<Instant>,
+    workers: Vec<WorkerId>,
+}
+
+impl Choice {
+    /// An output of `spec`, not begun.
+    pub(crate) fn new(dispatcher: Arc<Dispatcher>, call: Arc<CallContext>, spec: ChoiceSpec) -> Self {
+        Self {
+            dispatcher,
+            call,
+            spec,
+            emitted: Vec::new(),
+            leg: None,
+            stage: Stage::Queue,
+            failures: Failures::default(),
+            done: false,
+        }
+    }
+
+    /// The next event, or `None` after the last.
+    pub(crate) async fn next(&mut self) -> Result<Option<ChoiceEvent>, ServiceError> {
+        while !self.done {
+            let event = match &mut self.leg {
+                Some(leg) => leg.next().await,
+                None => self.open().await,
+            };
+            match event {
+                Ok(event) => return Ok(Some(self.note(event))),
+                Err(fault) => {
+                    if let Some(event) = self.recover(fault).await? {
+                        return Ok(Some(event));
+                    }
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Starts a leg from the tokens that are there.
+    async fn open(&mut self) -> Result<LegEvent, Fault> {
+        let tokens = self.spec.prompt.iter().chain(&self.emitted).copied().collect();
+        let prompt =
+            Prompt { tokens, n_resumed: self.emitted.len(), cache_salt: self.spec.cache_salt.clone() };
+        let work = Work {
+            prompt,
+            sampling: &self.spec.sampling,
+            priority: self.spec.priority,
+            session: self.spec.session.as_deref(),
+            failed: &self.failures.workers,
+        };
+        let (leg, cached_len) = Leg::open(&self.dispatcher, &self.call, work).await?;
+        self.leg = Some(leg);
+        Ok(LegEvent::Accepted { cached_len })
+    }
+
+    fn note(&mut self, event: LegEvent) -> ChoiceEvent {
+        match event {
+            LegEvent::Accepted { cached_len } => {
+                self.stage = Stage::Prefill;
+                self.failures.n_starts = 0;
+                ChoiceEvent::Accepted { cached_len }
+            }
+            LegEvent::Token { token, cached_len } => {
+                if self.failures.since.take().is_some() {
+                    self.dispatcher.metrics.resumed();
+                }
+                self.stage = Stage::Decode;
+                self.emitted.push(token.token);
+                ChoiceEvent::Token { token, cached_len }
+            }
+            LegEvent::Finish(reason) => self.finish(reason),
+        }
+    }
+
+    fn finish(&mut self, reason: FinishReason) -> ChoiceEvent {
+        self.done = true;
+        self.leg = None;
+        ChoiceEvent::Finish(reason)
+    }
+
+    /// Prepares another attempt after `fault`, or says why there is none. An output that lost its workers after its
+    /// last token is complete all the same.
+    async fn recover(&mut self, fault: Fault) -> Result<Option<ChoiceEvent>, ServiceError> {
+        let had_started = self.leg.take().is_some();
+        if !fault.is_retryable() {
+            return Err(fault.into_error(self.dispatcher.recovery.retry_after, self.stage));
+        }
+        if let Some(reason) = self.reason_to_end() {
+            return Ok(Some(self.finish(reason)));
+        }
+        tracing::warn!(
+            request = %self.call.request_id, worker = ?fault.worker, cause = %fault.cause,
+            n_emitted = self.emitted.len(), "output interrupted"
+        );
+        self.failures.since.get_or_insert_with(Instant::now);
+        let retry_elsewhere = match fault.worker.clone() {
+            Some(worker) if !self.failures.workers.contains(&worker) => {
+                self.failures.workers.push(worker);
+                true
+            }
+            _ => false,
+        };
+        if had_started {
+            self.failures.n_attempts += 1;
+        } else {
+            self.failures.n_starts += 1;
+        }
+        if self.is_hopeless(&fault) {
+            return Err(self.give_up(fault));
+        }
+        if !retry_elsewhere {
+            tokio::time::sleep(self.pause()).await;
+        }
+        Ok(None)
+    }
+
+    /// Whether no further attempt is made.
+    fn is_hopeless(&self, fault: &Fault) -> bool {
+        let (failures, recovery) = (&self.failures, &self.dispatcher.recovery);
+        if failures.n_attempts >= recovery.max_attempts {
+            return true;
+        }
+        match self.stage {
+            // Nothing was promised yet, so the client may choose where to try again.
+            Stage::Queue => fault.worker.is_none() || failures.n_starts >= recovery.max_attempts,
+            Stage::Prefill | Stage::Decode => {
+                failures.since.is_some_and(|since| since.elapsed() >= recovery.recovery_window)
+            }
+        }
+    }
+
+    fn pause(&self) -> Duration {
+        let n_failures = self.failures.n_starts + self.failures.n_attempts;
+        FIRST_PAUSE.saturating_mul(1 << n_failures.saturating_sub(1).min(10)).min(MAX_PAUSE)
+    }
+
+    fn give_up(&mut self, fault: Fault) -> ServiceError {
+        self.done = true;
+        if self.emitted.is_empty() {
+            return fault.into_error(self.dispatcher.recovery.retry_after, self.stage);
+        }
+        ServiceError::Lost { n_emitted: self.emitted.len(), cause: fault.cause.to_string() }
+    }
+
+    /// Why the output is complete with the tokens it has, if it is.
+    fn reason_to_end(&self) -> Option<FinishReason> {
+        let last = *self.emitted.last()?;
+        let sampling = &self.spec.sampling;
+        if sampling.stop_token_ids.contains(&last) {
+            Some(FinishReason::StopToken(last))
+        } else if !sampling.ignore_eos && self.spec.eos.contains(&last) {
+            Some(FinishReason::Eos(last))
+        } else if self.emitted.len() >= sampling.max_tokens {
+            Some(FinishReason::Length)
+        } else {
+            None
+        }
+    }
+}

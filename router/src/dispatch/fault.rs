@@ -1,0 +1,135 @@
+//! Why a leg failed, and whether another may do better.
+
+use std::{fmt, time::Duration};
+
+use longreach_types::WorkerId;
+use tonic::{Code, Status};
+
+use crate::{
+    error::{ServiceError, Stage, cut},
+    health::Outcome,
+    workers::PickError,
+};
+
+/// The end of a leg before its output was complete.
+#[derive(Clone, Debug)]
+pub(crate) struct Fault {
+    /// Who failed; `None` if there was nobody to ask.
+    pub(crate) worker: Option<WorkerId>,
+    /// How.
+    pub(crate) cause: Cause,
+}
+
+/// How a leg failed. Each variant is another decision.
+#[derive(Clone, Debug)]
+pub(crate) enum Cause {
+    /// The worker or its connection is gone, or the hand-off was spoilt: another attempt may succeed.
+    Lost(String),
+    /// No worker of a role is there: one may come.
+    Nobody(&'static str),
+    /// Workers are there, but none that fits.
+    NoneFits(&'static str),
+    /// The worker's queue is full: the client's turn to wait.
+    Busy(String),
+    /// The worker found the request wrong.
+    Invalid(String),
+    /// The two workers cannot work together.
+    Mismatch(String),
+    /// The time is over.
+    Deadline,
+    /// A worker broke the protocol.
+    Broken(String),
+}
+
+impl Fault {
+    /// What `status`, which ended a call to `worker`, means.
+    pub(crate) fn from_status(worker: &WorkerId, status: &Status) -> Self {
+        let message = || cut(status.message(), 300).to_owned();
+        // A status that was made on this side, out of a broken connection, has a source; one from the wire has none.
+        let is_local = std::error::Error::source(status).is_some();
+        let cause = match status.code() {
+            Code::InvalidArgument | Code::OutOfRange if !is_local => Cause::Invalid(message()),
+            Code::ResourceExhausted if !is_local => Cause::Busy(message()),
+            Code::FailedPrecondition => Cause::Mismatch(message()),
+            Code::DeadlineExceeded => Cause::Deadline,
+            Code::Unavailable | Code::Aborted | Code::DataLoss | Code::Cancelled | Code::Unknown => {
+                Cause::Lost(message())
+            }
+            _ if is_local => Cause::Lost(message()),
+            _ => Cause::Broken(message()),
+        };
+        Self { worker: Some(worker.clone()), cause }
+    }
+
+    /// The stream of `worker` ended without the end of the output: for us that is a failure, never a normal end.
+    pub(crate) fn cut_short(worker: &WorkerId) -> Self {
+        Self { worker: Some(worker.clone()), cause: Cause::Lost("the stream ended too early".to_owned()) }
+    }
+
+    /// `worker` said something that its protocol does not allow here.
+    pub(crate) fn broken(worker: &WorkerId, problem: impl Into<String>) -> Self {
+        Self { worker: Some(worker.clone()), cause: Cause::Broken(problem.into()) }
+    }
+
+    /// No worker of `role` could be picked.
+    pub(crate) fn from_pick(role: &'static str, error: PickError) -> Self {
+        let cause = match error {
+            PickError::Nobody => Cause::Nobody(role),
+            PickError::NoneFits => Cause::NoneFits(role),
+        };
+        Self { worker: None, cause }
+    }
+
+    /// Whether another attempt may succeed where this failed.
+    pub(crate) fn is_retryable(&self) -> bool {
+        matches!(self.cause, Cause::Lost(_) | Cause::Nobody(_) | Cause::NoneFits(_))
+    }
+
+    /// What the fault says about the worker.
+    pub(crate) fn outcome(&self) -> Outcome {
+        match self.cause {
+            Cause::Lost(_) | Cause::Broken(_) => Outcome::Fault,
+            Cause::Busy(_) => Outcome::Backpressure,
+            Cause::Nobody(_)
+            | Cause::NoneFits(_)
+            | Cause::Invalid(_)
+            | Cause::Mismatch(_)
+            | Cause::Deadline => Outcome::Neutral,
+        }
+    }
+
+    /// What the client is told when it is not tried again.
+    pub(crate) fn into_error(self, retry_after: Duration, stage: Stage) -> ServiceError {
+        match self.cause {
+            Cause::Lost(problem) => {
+                ServiceError::Unavailable { problem: format!("workers were lost: {problem}"), retry_after }
+            }
+            Cause::Nobody(role) => {
+                ServiceError::Unavailable { problem: format!("no {role} worker is ready"), retry_after }
+            }
+            Cause::NoneFits(role) => ServiceError::Misconfigured {
+                problem: format!("no {role} worker holds KV in the form, or of the length, that is needed"),
+            },
+            Cause::Busy(queue) => ServiceError::Overloaded { queue, retry_after },
+            Cause::Invalid(problem) => ServiceError::invalid("request", problem),
+            Cause::Mismatch(problem) => ServiceError::Misconfigured { problem },
+            Cause::Deadline => ServiceError::Deadline { stage },
+            Cause::Broken(problem) => ServiceError::Internal { problem },
+        }
+    }
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Lost(problem)
+            | Self::Busy(problem)
+            | Self::Invalid(problem)
+            | Self::Mismatch(problem)
+            | Self::Broken(problem) => f.write_str(problem),
+            Self::Nobody(role) => write!(f, "no {role} worker is ready"),
+            Self::NoneFits(role) => write!(f, "no {role} worker fits"),
+            Self::Deadline => f.write_str("the deadline passed"),
+        }
+    }
+}

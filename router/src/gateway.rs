@@ -1,0 +1,191 @@
+//! What every face asks the router for: a generation, the tokens of a prompt, the text of tokens, the model.
+//!
+//! This is where a request is admitted. Admission comes before any work on the request, and is a counter, not a queue:
+//! what does not fit is refused at once, with a hint when to come back. Waiting happens on the decode group, which
+//! knows its blocks.
+
+use std::sync::Arc;
+
+use longreach_proto::worker::GroupInfo;
+use longreach_service::{InFlight, Lifecycle};
+use longreach_text::{ChatOptions, TextError, TextModel};
+use longreach_types::TokenId;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::{
+    call::CallContext,
+    dispatch::Dispatcher,
+    error::ServiceError,
+    metrics::{Metrics, RequestMeter},
+    output::{Generation, GenerationParts},
+    request::{self, ChatDraft, Draft, GenerateSpec, ModelLimits, PromptDraft, RequestLimits},
+};
+
+/// Text up to this many bytes is tokenized where it is; more would keep other requests of the thread waiting.
+const MAX_INLINE_BYTES: usize = 4096;
+
+/// The router behind its faces.
+pub(crate) struct Gateway {
+    pub(crate) model_name: String,
+    pub(crate) text: TextModel,
+    pub(crate) limits: RequestLimits,
+    pub(crate) dispatcher: Arc<Dispatcher>,
+    pub(crate) metrics: Metrics,
+    pub(crate) admission: Arc<Semaphore>,
+    pub(crate) lifecycle: Lifecycle,
+}
+
+/// A request's places among those that are admitted. Dropping it gives them back.
+pub(crate) struct Admitted {
+    _places: OwnedSemaphorePermit,
+    /// What draining waits for.
+    _in_flight: InFlight,
+}
+
+impl Gateway {
+    /// Admits and checks a request that came by `method`, and prepares its outputs. Workers are first asked when
+    /// the generation is pulled.
+    pub(crate) async fn generate(
+        &self,
+        method: &'static str,
+        draft: Draft,
+        call: CallContext,
+    ) -> Result<Generation, ServiceError> {
+        let mut meter = self.metrics.begin(method);
+        match self.prepare(draft).await {
+            Ok((spec, admitted)) => self.start(spec, admitted, call, meter),
+            Err(error) => {
+                meter.failed(&error, &call);
+                Err(error)
+            }
+        }
+    }
+
+    async fn prepare(&self, draft: Draft) -> Result<(GenerateSpec, Admitted), ServiceError> {
+        self.check_model(draft.model.as_deref())?;
+        request::check_client_id(draft.client_id.as_deref())?;
+        let n_choices = request::n_choices(&draft, &self.limits)?;
+        let admitted = self.admit(n_choices)?;
+        let limits = self.model_limits()?;
+        let mut prompts = Vec::with_capacity(draft.prompts.len());
+        for prompt in draft.prompts {
+            prompts.push(self.encode(prompt).await?);
+        }
+        let spec = GenerateSpec::check(prompts, draft.options, limits, &self.limits)?;
+        Ok((spec, admitted))
+    }
+
+    fn start(
+        &self,
+        spec: GenerateSpec,
+        admitted: Admitted,
+        call: CallContext,
+        meter: RequestMeter,
+    ) -> Result<Generation, ServiceError> {
+        Generation::new(GenerationParts {
+            call: Arc::new(call),
+            spec,
+            text: self.text.clone(),
+            dispatcher: Arc::clone(&self.dispatcher),
+            meter,
+            admitted,
+            ending: self.lifecycle.token(),
+        })
+    }
+
+    fn admit(&self, n_choices: usize) -> Result<Admitted, ServiceError> {
+        let in_flight = self.lifecycle.admit().map_err(|draining| self.unavailable(&draining.to_string()))?;
+        let n_permits = u32::try_from(n_choices).unwrap_or(u32::MAX);
+        let places = Arc::clone(&self.admission).try_acquire_many_owned(n_permits).map_err(|_| {
+            let (n_inflight, max) = (self.n_inflight(), self.limits.max_inflight);
+            let queue = format!(
+                "the router, with {n_inflight} of {max} outputs in the making and {n_choices} asked for,"
+            );
+            ServiceError::Overloaded { queue, retry_after: self.dispatcher.recovery.retry_after }
+        })?;
+        Ok(Admitted { _places: places, _in_flight: in_flight })
+    }
+
+    /// Outputs in the making.
+    fn n_inflight(&self) -> usize {
+        self.limits.max_inflight.saturating_sub(self.admission.available_permits())
+    }
+
+    /// The tokens of a prompt.
+    pub(crate) async fn tokenize(
+        &self,
+        model: Option<&str>,
+        prompt: PromptDraft,
+    ) -> Result<Vec<TokenId>, ServiceError> {
+        self.check_model(model)?;
+        self.encode(prompt).await
+    }
+
+    /// The text of tokens, control tokens left out.
+    pub(crate) fn detokenize(&self, model: Option<&str>, tokens: &[TokenId]) -> Result<String, ServiceError> {
+        self.check_model(model)?;
+        self.text.tokenizer().decode(tokens, true).map_err(|error| from_text_error(error, "token_ids"))
+    }
+
+    /// Whether `model` is the one that is served. None, or an empty name, is.
+    pub(crate) fn check_model(&self, model: Option<&str>) -> Result<(), ServiceError> {
+        match model {
+            Some(model) if !model.is_empty() && model != self.model_name => {
+                Err(ServiceError::UnknownModel { model: model.to_owned(), served: self.model_name.clone() })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What the largest decode group holds.
+    pub(crate) fn model_limits(&self) -> Result<ModelLimits, ServiceError> {
+        let limits = self.dispatcher.decodes.limits();
+        let limits = limits.map(|(max_context_len, vocab_size)| ModelLimits { max_context_len, vocab_size });
+        limits.ok_or_else(|| self.unavailable("no decode group is ready"))
+    }
+
+    fn unavailable(&self, problem: &str) -> ServiceError {
+        let retry_after = self.dispatcher.recovery.retry_after;
+        ServiceError::Unavailable { problem: problem.to_owned(), retry_after }
+    }
+
+    /// The decode groups that are known.
+    pub(crate) fn groups(&self) -> Vec<Arc<GroupInfo>> {
+        let mut groups = self.dispatcher.decodes.infos();
+        groups.sort_by(|a, b| a.group_id.cmp(&b.group_id));
+        groups
+    }
+
+    async fn encode(&self, prompt: PromptDraft) -> Result<Vec<TokenId>, ServiceError> {
+        if matches!(&prompt, PromptDraft::Text(text) if text.len() <= MAX_INLINE_BYTES) {
+            return encode(&self.text, prompt);
+        }
+        let text = self.text.clone();
+        tokio::task::spawn_blocking(move || encode(&text, prompt))
+            .await
+            .unwrap_or_else(|_| Err(ServiceError::Internal { problem: "the tokenizer panicked".to_owned() }))
+    }
+}
+
+fn encode(text: &TextModel, prompt: PromptDraft) -> Result<Vec<TokenId>, ServiceError> {
+    match prompt {
+        PromptDraft::Tokens(ids) => Ok(ids.into_iter().map(TokenId).collect()),
+        PromptDraft::Text(prompt) => {
+            text.encode_prompt(&prompt).map_err(|error| from_text_error(error, "prompt"))
+        }
+        PromptDraft::Chat(ChatDraft { messages, add_generation_prompt, variables }) => {
+            let options = ChatOptions { add_generation_prompt, variables, ..ChatOptions::default() };
+            text.render_chat(&messages, &options).map_err(|error| from_text_error(error, "messages"))
+        }
+    }
+}
+
+/// What a failure of the text layer means for a client that wrote `field`.
+pub(crate) fn from_text_error(error: TextError, field: &str) -> ServiceError {
+    match error {
+        TextError::Request { field, reason } => ServiceError::invalid(field, reason),
+        TextError::NoTemplate => ServiceError::unsupported(field, error.to_string()),
+        error if error.is_request() => ServiceError::invalid(field, error.to_string()),
+        error => ServiceError::Internal { problem: error.to_string() },
+    }
+}

@@ -1,0 +1,237 @@
+//! A router's life: bind, serve, until its process drains.
+//!
+//! The order of draining is the [`Lifecycle`]'s; here it is only followed: health says so first, then the servers stop
+//! accepting and finish what they have, and connections get a moment to take their last bytes along.
+
+use std::{convert::Infallible, future, io, net::SocketAddr, sync::Arc, time::Duration};
+
+use axum::{http::Request, response::IntoResponse, serve::ListenerExt};
+use longreach_proto::DESCRIPTOR_SET;
+use longreach_service::{DrainReport, Hold, Lifecycle, StopReason};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use tonic::{
+    body::Body,
+    server::NamedService,
+    transport::{Server, server::TcpIncoming},
+};
+use tonic_health::{ServingStatus, server::HealthReporter};
+use tower::Service;
+
+use crate::{
+    config::RouterConfig,
+    discovery::{self, WorkerSource},
+    gateway::Gateway,
+    grpc::{self, SERVICE_NAMES},
+    http::{self, HttpFace},
+    ops::Operations,
+};
+
+/// How often it is looked whether a decode group is there.
+const READY_INTERVAL: Duration = Duration::from_millis(50);
+
+/// How long connections may take their last bytes along when everything ends.
+const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
+
+/// A router that is configured and does nothing yet.
+pub struct Router {
+    pub(crate) config: RouterConfig,
+    pub(crate) source: WorkerSource,
+    pub(crate) gateway: Arc<Gateway>,
+    pub(crate) operations: Arc<Operations>,
+    pub(crate) lifecycle: Lifecycle,
+}
+
+/// A router that listens: connections wait for it to serve.
+pub struct BoundRouter {
+    router: Router,
+    grpc: TcpListener,
+    http: TcpListener,
+    grpc_addr: SocketAddr,
+    http_addr: SocketAddr,
+}
+
+/// Why a router could not start or go on.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// An address cannot be listened on.
+    #[error("cannot listen on {addr} for {face}: {source}")]
+    Bind {
+        /// Which face.
+        face: &'static str,
+        /// The address.
+        addr: SocketAddr,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The compiled protobuf descriptors are not readable.
+    #[error("the descriptors for reflection are not readable")]
+    Reflection(#[source] tonic_reflection::server::Error),
+    /// A part of the router ended that it cannot do without; the log says why.
+    #[error("the router's {part} ended by itself")]
+    PartEnded {
+        /// Which.
+        part: &'static str,
+    },
+}
+
+impl Router {
+    /// Listens on both addresses.
+    pub async fn bind(self) -> Result<BoundRouter, ServeError> {
+        let (grpc, grpc_addr) = listen("gRPC", self.config.grpc_addr).await?;
+        let (http, http_addr) = listen("HTTP", self.config.http_addr).await?;
+        Ok(BoundRouter { router: self, grpc, http, grpc_addr, http_addr })
+    }
+}
+
+impl BoundRouter {
+    /// Where gRPC is served.
+    pub fn grpc_addr(&self) -> SocketAddr {
+        self.grpc_addr
+    }
+
+    /// Where the OpenAI API, health and metrics are served.
+    pub fn http_addr(&self) -> SocketAddr {
+        self.http_addr
+    }
+
+    /// Serves until `shutdown`, then drains. No task of the router is left when it returns, unless one is stuck.
+    pub async fn serve(self, shutdown: CancellationToken) -> Result<DrainReport, ServeError> {
+        let drain = self.router.config.drain();
+        let lifecycle = self.start()?;
+        // Both arms are cancel-safe; the reasons are alike to what follows.
+        tokio::select! {
+            () = shutdown.cancelled() => {}
+            _ = lifecycle.stopped() => {}
+        }
+        let report = lifecycle.drain(drain, future::pending()).await;
+        match report.reason {
+            StopReason::TaskEnded { name } => Err(ServeError::PartEnded { part: name }),
+            StopReason::Signal(_) | StopReason::Requested => Ok(report),
+        }
+    }
+
+    /// Starts to serve, and gives the lifecycle on which it does. Ready once a decode group is; the end, and its
+    /// order, are the lifecycle's.
+    pub fn start(self) -> Result<Lifecycle, ServeError> {
+        let Self { router, grpc, http, grpc_addr, http_addr } = self;
+        let Router { config, source, gateway, operations, lifecycle } = router;
+        let (reporter, health) = tonic_health::server::health_reporter();
+        let grpc = grpc_server(grpc, &config, &gateway, health, lifecycle.clone())?;
+        lifecycle.spawn_essential("gRPC server", grpc);
+        let face = HttpFace { gateway: Arc::clone(&gateway), operations, streams: config.streams };
+        lifecycle.spawn_essential("HTTP server", http_server(http, face, lifecycle.clone()));
+        lifecycle.spawn(discovery::follow(source, Arc::clone(&gateway.dispatcher), lifecycle.token()));
+        let hold = lifecycle.hold("a decode group");
+        lifecycle.spawn(hold_while_alone(hold, Arc::clone(&gateway), lifecycle.clone()));
+        lifecycle.spawn(tell_health(reporter, lifecycle.clone()));
+        lifecycle.started();
+        tracing::info!(%grpc_addr, %http_addr, model = config.model_name, "router serves");
+        Ok(lifecycle)
+    }
+}
+
+async fn listen(face: &'static str, addr: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeError> {
+    let bind_error = |source| ServeError::Bind { face, addr, source };
+    let listener = TcpListener::bind(addr).await.map_err(bind_error)?;
+    let addr = listener.local_addr().map_err(bind_error)?;
+    Ok((listener, addr))
+}
+
+fn grpc_server<H>(
+    listener: TcpListener,
+    config: &RouterConfig,
+    gateway: &Arc<Gateway>,
+    health: H,
+    lifecycle: Lifecycle,
+) -> Result<impl Future<Output = ()> + use<H>, ServeError>
+where
+    H: Service<Request<Body>, Error = Infallible> + NamedService + Clone + Send + Sync + 'static,
+    H::Response: IntoResponse,
+    H::Future: Send + 'static,
+{
+    let (inference, models) = grpc::services(gateway, config.streams);
+    let server = Server::builder()
+        .max_concurrent_streams(config.serving.max_concurrent_streams)
+        .http2_keepalive_interval(Some(config.serving.keep_alive_interval))
+        .http2_keepalive_timeout(Some(config.serving.keep_alive_timeout))
+        .add_service(inference)
+        .add_service(models)
+        .add_service(health)
+        .add_service(reflection().build_v1().map_err(ServeError::Reflection)?)
+        // Tools that are in wide use still speak the older form.
+        .add_service(reflection().build_v1alpha().map_err(ServeError::Reflection)?);
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    Ok(async move {
+        let served = server.serve_with_incoming_shutdown(incoming, lifecycle.draining().cancelled_owned());
+        if let Some(Err(error)) = until_closed(served, &lifecycle).await {
+            tracing::error!(%error, "gRPC server failed");
+        }
+    })
+}
+
+/// The public services, without the internal ones that the descriptors hold too.
+fn reflection() -> tonic_reflection::server::Builder<'static> {
+    let builder = tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(DESCRIPTOR_SET)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        .with_service_name("grpc.health.v1.Health");
+    SERVICE_NAMES.into_iter().fold(builder, tonic_reflection::server::Builder::with_service_name)
+}
+
+async fn http_server(listener: TcpListener, face: HttpFace, lifecycle: Lifecycle) {
+    let listener = listener.tap_io(|connection| {
+        if let Err(error) = connection.set_nodelay(true) {
+            tracing::debug!(%error, "a connection cannot send small packets at once");
+        }
+    });
+    let served = axum::serve(listener, http::routes(face))
+        .with_graceful_shutdown(lifecycle.draining().cancelled_owned())
+        .into_future();
+    if let Some(Err(error)) = until_closed(served, &lifecycle).await {
+        tracing::error!(%error, "HTTP server failed");
+    }
+}
+
+/// Runs a server until it has closed all its connections, or they were given long enough to close.
+async fn until_closed<T>(served: impl Future<Output = T>, lifecycle: &Lifecycle) -> Option<T> {
+    let token = lifecycle.token();
+    let out_of_patience = async {
+        token.cancelled().await;
+        tokio::time::sleep(CLOSE_PATIENCE).await;
+    };
+    // A server that is not done when patience ends is dropped for good.
+    tokio::select! {
+        served = served => Some(served),
+        () = out_of_patience => None,
+    }
+}
+
+/// Keeps the process from being ready while there is no decode group.
+async fn hold_while_alone(hold: Hold, gateway: Arc<Gateway>, lifecycle: Lifecycle) {
+    let mut held = Some(hold);
+    let (token, mut ticks) = (lifecycle.token(), tokio::time::interval(READY_INTERVAL));
+    while token.run_until_cancelled(ticks.tick()).await.is_some() {
+        held = match held {
+            _ if gateway.dispatcher.decodes.n_ready() > 0 => None,
+            None => Some(lifecycle.hold("a decode group")),
+            held => held,
+        };
+    }
+}
+
+/// Tells health checks what the process's readiness is.
+async fn tell_health(reporter: HealthReporter, lifecycle: Lifecycle) {
+    let (token, mut readiness) = (lifecycle.token(), lifecycle.readiness());
+    loop {
+        let is_ready = readiness.borrow_and_update().is_ready();
+        let status = if is_ready { ServingStatus::Serving } else { ServingStatus::NotServing };
+        for name in SERVICE_NAMES.into_iter().chain([""]) {
+            reporter.set_service_status(name, status).await;
+        }
+        match token.run_until_cancelled(readiness.changed()).await {
+            Some(Ok(())) => {}
+            Some(Err(_)) | None => return,
+        }
+    }
+}

@@ -1,0 +1,338 @@
+//! The workers a router knows: who is there, how loaded each is, and how it behaved.
+//!
+//! One [`Pool`] holds the workers of one [`Role`]; both roles share all code. The figures that routing compares
+//! lie together under one lock, which is held for the scan of a choice and never across an await. Work in flight
+//! is counted by [`Lease`]s, whose drop gives it back however a request ends. One connection for each worker,
+//! because a balanced channel goes on sending to endpoints that are dead.
+
+mod role;
+
+use std::{
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use longreach_service::Lifecycle;
+use longreach_types::WorkerId;
+use tokio::time::{Instant, MissedTickBehavior};
+use tokio_util::sync::CancellationToken;
+use tonic::transport::{Channel, Endpoint};
+
+pub(crate) use self::role::{Decode, Load, Prefill, Role};
+use crate::{
+    health::{Health, Outcome},
+    random,
+    routing::{self, Candidate, Tier},
+};
+
+/// How much busier than the least busy worker another may be and still be its equal.
+const SLACK_PERCENT: u64 = 25;
+
+/// The same for the worker a session is drawn to: computing its KV again elsewhere costs more than a wait.
+const SESSION_SLACK_PERCENT: u64 = 200;
+
+/// How connections to workers are kept and how often their load is read.
+#[derive(Clone, Copy, Debug)]
+pub struct WorkerConfig {
+    /// How long a connection may take. Shorter finds a dead host sooner; longer bears a busy one.
+    pub connect_timeout: Duration,
+    /// How often a quiet connection is checked. Shorter finds a cut cable sooner; longer sends less.
+    pub keep_alive_interval: Duration,
+    /// How long the answer to such a check may take.
+    pub keep_alive_timeout: Duration,
+    /// How often a worker's load is read. Shorter routes on fresher figures; longer asks less of the workers.
+    pub poll_interval: Duration,
+}
+
+impl Default for WorkerConfig {
+    fn default() -> Self {
+        Self {
+            connect_timeout: Duration::from_secs(2),
+            keep_alive_interval: Duration::from_secs(5),
+            keep_alive_timeout: Duration::from_secs(5),
+            poll_interval: Duration::from_millis(500),
+        }
+    }
+}
+
+/// Where one life of a worker is found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Address {
+    /// Its name.
+    pub(crate) name: WorkerId,
+    /// Tells its lives apart: incarnation or epoch.
+    pub(crate) life: u64,
+    /// `http://host:port`.
+    pub(crate) endpoint: String,
+}
+
+/// What a request asks of a worker.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Demand<'a> {
+    /// Tokens of work.
+    pub(crate) tokens: u64,
+    /// The longest the sequence may become.
+    pub(crate) seq_len: usize,
+    /// The client's session, if it has one.
+    pub(crate) session: Option<&'a str>,
+    /// Workers that have failed this request.
+    pub(crate) failed: &'a [WorkerId],
+}
+
+/// Nobody can take a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PickError {
+    /// No worker of the role is known and described.
+    Nobody,
+    /// There are workers, and none fits.
+    NoneFits,
+}
+
+/// The workers of one role.
+pub(crate) struct Pool<R: Role> {
+    members: Mutex<Vec<Member<R>>>,
+    config: WorkerConfig,
+    started: Instant,
+    next_key: AtomicU64,
+    lifecycle: Lifecycle,
+}
+
+struct Member<R: Role> {
+    key: u64,
+    address: Address,
+    client: R::Client,
+    /// What it said of itself; `None` until it has.
+    info: Option<Arc<R::Info>>,
+    load: Load,
+    /// Tokens of work that others than this router gave it, at the last reading.
+    foreign_tokens: u64,
+    /// Tokens of work this router has with it.
+    own_tokens: u64,
+    reachable: bool,
+    health: Health,
+    /// Stops its poller when it leaves.
+    cancel: CancellationToken,
+}
+
+/// Work in flight on one worker. Dropping it takes the work off the worker's account.
+pub(crate) struct Lease<R: Role> {
+    pool: Arc<Pool<R>>,
+    key: u64,
+    tokens: u64,
+    /// The worker's name.
+    pub(crate) name: WorkerId,
+    /// To call it.
+    pub(crate) client: R::Client,
+}
+
+impl<R: Role> Pool<R> {
+    /// No workers yet. What the pool runs, it runs as tasks of `lifecycle`.
+    pub(crate) fn new(config: WorkerConfig, lifecycle: Lifecycle) -> Arc<Self> {
+        Arc::new(Self {
+            members: Mutex::new(Vec::new()),
+            config,
+            started: Instant::now(),
+            next_key: AtomicU64::new(0),
+            lifecycle,
+        })
+    }
+
+    /// Makes `wanted` the workers of the pool. One that stays keeps its connection and its record.
+    pub(crate) fn set_members(self: &Arc<Self>, wanted: &[Address]) {
+        self.members().retain(|member| {
+            let stays = wanted.contains(&member.address);
+            if !stays {
+                tracing::info!(role = R::NAME, worker = %member.address.name, "worker left");
+                member.cancel.cancel();
+            }
+            stays
+        });
+        for address in wanted {
+            if !self.members().iter().any(|member| member.address == *address) {
+                self.add(address.clone());
+            }
+        }
+    }
+
+    fn add(self: &Arc<Self>, address: Address) {
+        let channel = match self.connect(&address.endpoint) {
+            Ok(channel) => channel,
+            Err(error) => {
+                tracing::warn!(role = R::NAME, worker = %address.name, %error, "worker has no usable address");
+                return;
+            }
+        };
+        tracing::info!(role = R::NAME, worker = %address.name, endpoint = %address.endpoint, "worker joined");
+        let key = self.next_key.fetch_add(1, Ordering::Relaxed);
+        let (client, cancel) = (R::client(channel), self.lifecycle.token());
+        self.lifecycle.spawn(Arc::clone(self).poll(key, client.clone(), cancel.clone()));
+        self.members().push(Member {
+            key,
+            address,
+            client,
+            info: None,
+            load: Load::default(),
+            foreign_tokens: 0,
+            own_tokens: 0,
+            reachable: true,
+            health: Health::default(),
+            cancel,
+        });
+    }
+
+    fn connect(&self, endpoint: &str) -> Result<Channel, tonic::transport::Error> {
+        let endpoint = Endpoint::from_shared(endpoint.to_owned())?
+            .connect_timeout(self.config.connect_timeout)
+            .tcp_nodelay(true)
+            .http2_keep_alive_interval(self.config.keep_alive_interval)
+            .keep_alive_timeout(self.config.keep_alive_timeout)
+            .keep_alive_while_idle(true);
+        Ok(endpoint.connect_lazy())
+    }
+
+    /// Reads one worker's load again and again, until it leaves.
+    async fn poll(self: Arc<Self>, key: u64, client: R::Client, cancel: CancellationToken) {
+        let mut ticks = tokio::time::interval(self.config.poll_interval);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let patience = self.config.connect_timeout + self.config.keep_alive_timeout;
+        loop {
+            // Both arms lose nothing when dropped: a tick, or the answer to a question that is asked again.
+            let answer = tokio::select! {
+                () = cancel.cancelled() => return,
+                answer = async {
+                    ticks.tick().await;
+                    tokio::time::timeout(patience, R::describe(&client)).await
+                } => answer,
+            };
+            match answer {
+                Ok(Ok(info)) => self.update(key, info),
+                Ok(Err(status)) => self.unreachable(key, status.message()),
+                Err(_) => self.unreachable(key, "no answer in time"),
+            }
+        }
+    }
+
+    fn update(&self, key: u64, info: R::Info) {
+        self.with_member(key, |member| {
+            if member.info.is_none() || !member.reachable {
+                tracing::info!(role = R::NAME, worker = %member.address.name, "worker answers");
+            }
+            member.load = R::load(&info);
+            member.foreign_tokens = member.load.tokens.saturating_sub(member.own_tokens);
+            member.info = Some(Arc::new(info));
+            member.reachable = true;
+        });
+    }
+
+    fn unreachable(&self, key: u64, problem: &str) {
+        self.with_member(key, |member| {
+            if member.reachable {
+                tracing::info!(role = R::NAME, worker = %member.address.name, problem, "worker does not answer");
+            }
+            member.reachable = false;
+        });
+    }
+
+    /// Chooses a worker for `demand` among those that `fits` accepts.
+    pub(crate) fn pick(
+        self: &Arc<Self>,
+        demand: &Demand<'_>,
+        fits: impl Fn(&R::Info) -> bool,
+    ) -> Result<Lease<R>, PickError> {
+        let now = self.started.elapsed();
+        let mut members = self.members();
+        let mut indices = Vec::with_capacity(members.len());
+        let mut candidates = Vec::with_capacity(members.len());
+        let mut anybody = false;
+        for (idx, member) in members.iter().enumerate() {
+            let Some(info) = &member.info else { continue };
+            anybody = true;
+            if demand.seq_len <= member.load.max_seq_len && fits(info) {
+                indices.push(idx);
+                candidates.push(Self::candidate(member, demand, now));
+            }
+        }
+        let slack_percent = if demand.session.is_some() { SESSION_SLACK_PERCENT } else { SLACK_PERCENT };
+        let draws = [random::next_u64(), random::next_u64()];
+        let Some(chosen) = routing::choose(&candidates, slack_percent, draws) else {
+            return Err(if anybody { PickError::NoneFits } else { PickError::Nobody });
+        };
+        let member = &mut members[indices[chosen]];
+        member.health.claim(now);
+        member.own_tokens += demand.tokens;
+        Ok(Lease {
+            pool: Arc::clone(self),
+            key: member.key,
+            tokens: demand.tokens,
+            name: member.address.name.clone(),
+            client: member.client.clone(),
+        })
+    }
+
+    fn candidate(member: &Member<R>, demand: &Demand<'_>, now: Duration) -> Candidate {
+        let failed = !member.reachable || demand.failed.contains(&member.address.name);
+        let tokens = member.foreign_tokens + member.own_tokens + demand.tokens;
+        Candidate {
+            cost: tokens / member.load.n_shares.max(1),
+            tier: if failed { Tier::Suspect } else { member.health.tier(now) },
+            affinity: demand.session.map_or(0, |session| affinity(session, &member.address.name)),
+        }
+    }
+
+    /// What every worker that has described itself said.
+    pub(crate) fn infos(&self) -> Vec<Arc<R::Info>> {
+        self.members().iter().filter_map(|member| member.info.clone()).collect()
+    }
+
+    /// Workers that are described and reachable.
+    pub(crate) fn n_ready(&self) -> usize {
+        self.members().iter().filter(|member| member.info.is_some() && member.reachable).count()
+    }
+
+    /// The limits of the most capable worker.
+    pub(crate) fn limits(&self) -> Option<(usize, usize)> {
+        let members = self.members();
+        let described = members.iter().filter(|member| member.info.is_some());
+        described.map(|member| (member.load.max_seq_len, member.load.vocab_size)).max()
+    }
+
+    fn with_member(&self, key: u64, change: impl FnOnce(&mut Member<R>)) {
+        // A worker that has left meanwhile has no account to change.
+        if let Some(member) = self.members().iter_mut().find(|member| member.key == key) {
+            change(member);
+        }
+    }
+
+    /// Figures stay valid if another thread panicked while it held them.
+    fn members(&self) -> MutexGuard<'_, Vec<Member<R>>> {
+        self.members.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<R: Role> Lease<R> {
+    /// Records what became of the work.
+    pub(crate) fn report(&self, outcome: Outcome) {
+        let now = self.pool.started.elapsed();
+        self.pool.with_member(self.key, |member| member.health.record(outcome, now));
+    }
+}
+
+impl<R: Role> Drop for Lease<R> {
+    fn drop(&mut self) {
+        self.pool.with_member(self.key, |member| {
+            member.own_tokens = member.own_tokens.saturating_sub(self.tokens);
+        });
+    }
+}
+
+/// How strongly `session` is drawn to worker `name`: the highest of all workers is its home. The hash has no key, so
+/// that every router sends a session to the same home.
+fn affinity(session: &str, name: &WorkerId) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (session, name).hash(&mut hasher);
+    hasher.finish().max(1)
+}

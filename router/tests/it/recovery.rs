@@ -1,0 +1,228 @@
+//! What is done when workers are lost: the same tokens, or one typed error.
+
+use std::sync::Arc;
+
+use longreach_proto::{
+    WorkerError,
+    inference::{GenerateOptions, GenerateRequest, Prompt, prompt},
+};
+use proptest::{prelude::*, test_runner::TestRunner};
+use tonic::{Code, Status};
+use tonic_types::StatusExt;
+
+use crate::support::{FakeDecode, FakePrefill, Handoffs, Plan, TestRouter, pair, quick_config, simple};
+
+fn gone() -> WorkerError {
+    WorkerError::Unavailable("gone")
+}
+
+async fn say(router: &TestRouter, max_tokens: u32) -> Result<String, Status> {
+    let request = GenerateRequest {
+        prompt: Some(Prompt { prompt: Some(prompt::Prompt::Text("prompt".to_owned())) }),
+        options: Some(GenerateOptions { seed: Some(3), max_tokens: Some(max_tokens), ..Default::default() }),
+        ..Default::default()
+    };
+    let answer = router.inference().await.generate(request).await?.into_inner();
+    let usage = answer.usage.unwrap();
+    assert_eq!(usage.prompt_tokens, 6, "tokens of earlier legs are no prompt");
+    let text = answer.choices[0].text.clone();
+    assert_eq!(usage.completion_tokens as usize, text.len());
+    Ok(text)
+}
+
+/// What is said when nothing goes wrong.
+async fn undisturbed(max_tokens: u32) -> String {
+    let (router, _decode) = simple(Plan::default()).await;
+    say(&router, max_tokens).await.unwrap()
+}
+
+/// Which call fails after how many tokens, for the first three calls to either role.
+type Faults = (Vec<Option<usize>>, Vec<Option<usize>>);
+
+fn faulty(faults: &[Option<usize>], n_call: usize, plan: Plan) -> Plan {
+    let n_tokens = faults.get(n_call).copied().flatten();
+    Plan { fail_after: n_tokens.map(|n| (n, gone as fn() -> WorkerError)), ..plan }
+}
+
+#[test]
+fn an_output_with_faults_is_the_output_without() {
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let undisturbed = runtime.block_on(async { undisturbed(12).await });
+    let fault = || prop::option::of(0_usize..6);
+    // Two faults at most: the third attempt of three is the last.
+    let faults = (prop::collection::vec(fault(), 1), prop::collection::vec(fault(), 1));
+    let mut runner =
+        TestRunner::new(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() });
+    runner
+        .run(&(faults, any::<bool>()), |(faults, is_split): (Faults, bool)| {
+            let (decode_faults, prefill_faults) = faults;
+            let said = runtime.block_on(async move {
+                let handoffs = Arc::new(Handoffs::default());
+                let prefill = FakePrefill::start(Arc::clone(&handoffs), move |n, _| {
+                    faulty(&prefill_faults, n, Plan::default())
+                })
+                .await;
+                let decode = FakeDecode::start_with(handoffs, move |n, _| {
+                    faulty(&decode_faults, n, Plan { prefilled_here: !is_split, ..Plan::default() })
+                })
+                .await;
+                let router = TestRouter::start(&[&decode], &[&prefill]).await;
+                say(&router, 12).await.unwrap()
+            });
+            prop_assert_eq!(said, undisturbed.clone());
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[tokio::test]
+async fn a_leg_that_takes_over_gets_the_tokens_and_their_number() {
+    let cut = Plan { cut_after: Some(5), ..Plan::default() };
+    let decode = FakeDecode::start(move |n, _| if n == 0 { cut.clone() } else { Plan::default() }).await;
+    let router = TestRouter::start(&[&decode], &[]).await;
+    let said = say(&router, 12).await.unwrap();
+    let calls = decode.calls();
+    assert_eq!(calls.len(), 2, "a stream that ends without a finish is a failure");
+    assert_eq!((calls[0].prompt.tokens.len(), calls[0].prompt.n_resumed), (6, 0));
+    assert_eq!((calls[1].prompt.tokens.len(), calls[1].prompt.n_resumed), (11, 5));
+    let resumed: String = calls[1].prompt.tokens[6..].iter().map(|token| char::from(token.0 as u8)).collect();
+    assert_eq!(resumed, said[..5]);
+    assert_eq!((calls[1].sampling.seed, calls[1].sampling.max_tokens), (3, 12));
+    assert_eq!(router.metric("longreach_router_resumed_streams_total").await, 1.0);
+}
+
+#[tokio::test]
+async fn a_worker_that_dies_with_its_connections_is_replaced_by_another() {
+    let hang = Plan { hang_after: Some(4), ..Plan::default() };
+    let plan = move |n: usize, call: &longreach_proto::worker::GenerateRequest| {
+        if n == 0 && call.prompt.n_resumed == 0 { hang.clone() } else { Plan::default() }
+    };
+    let one = FakeDecode::start(plan.clone()).await;
+    let other = FakeDecode::start(plan).await;
+    let router = TestRouter::start(&[&one, &other], &[]).await;
+    let dying = async {
+        loop {
+            for (worker, survivor) in [(&one, &other), (&other, &one)] {
+                if !worker.calls().is_empty() {
+                    tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+                    worker.kill();
+                    return survivor;
+                }
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+        }
+    };
+    let (said, survivor) = tokio::join!(say(&router, 12), dying);
+    let undisturbed = undisturbed(12).await;
+    assert_eq!(said.unwrap(), undisturbed);
+    assert_eq!(survivor.calls()[0].prompt.n_resumed, 4);
+}
+
+#[tokio::test]
+async fn a_prefill_that_fails_is_repeated_and_its_reservation_given_back() {
+    for n_events in [0, 1] {
+        let failing = Plan { fail_after: Some((n_events, gone)), ..Plan::default() };
+        let handoffs = Arc::new(Handoffs::default());
+        let prefill =
+            FakePrefill::start(
+                Arc::clone(&handoffs),
+                move |n, _| {
+                    if n == 0 { failing.clone() } else { Plan::default() }
+                },
+            )
+            .await;
+        let decode = FakeDecode::start_with(handoffs, |_, _| Plan::default().split()).await;
+        let router = TestRouter::start(&[&decode], &[&prefill]).await;
+        say(&router, 6).await.unwrap();
+        assert_eq!((prefill.calls().len(), decode.calls().len()), (2, 2));
+        assert_eq!(prefill.calls()[1].prompt.n_resumed, n_events, "the first token is not lost");
+        assert_eq!((prefill.n_open(), decode.n_open()), (0, 0));
+    }
+}
+
+#[tokio::test]
+async fn a_first_token_that_ends_the_output_needs_no_group() {
+    let (router, prefill, decode) = pair(Plan::default(), Plan::default().split()).await;
+    assert_eq!(say(&router, 1).await.unwrap().len(), 1);
+    assert_eq!((prefill.calls().len(), decode.calls().len()), (1, 1));
+    crate::support::eventually("the reservation is given back", async || decode.n_open() == 0).await;
+}
+
+#[tokio::test]
+async fn an_output_that_lost_its_worker_after_its_last_token_is_complete() {
+    let cut = Plan { cut_after: Some(3), ..Plan::saying("ab") };
+    let (router, decode) = simple(cut).await;
+    let body = serde_json::json!({"prompt": "x"});
+    let answer = router.http.post_json("/v1/completions", &body).await.json();
+    assert_eq!(
+        (&answer["choices"][0]["text"], &answer["choices"][0]["finish_reason"]),
+        (&"ab".into(), &"stop".into())
+    );
+    let cut = Plan { cut_after: Some(4), ..Plan::default() };
+    let (router, limited) = simple(cut).await;
+    assert_eq!(say(&router, 4).await.unwrap().len(), 4);
+    assert_eq!((decode.calls().len(), limited.calls().len()), (1, 1));
+}
+
+#[tokio::test]
+async fn a_gap_in_the_tokens_never_reaches_the_client() {
+    let (router, decode) = simple(Plan { skip_idx: Some(3), ..Plan::default() }).await;
+    let status = say(&router, 12).await.unwrap_err();
+    assert_eq!(status.code(), Code::Internal);
+    assert!(status.message().contains("output token 4 came where 3 was due"), "{}", status.message());
+    assert_eq!(decode.calls().len(), 1);
+}
+
+#[tokio::test]
+async fn what_another_worker_could_not_mend_is_not_retried() {
+    let refusals: [(fn() -> WorkerError, Code); 4] = [
+        (|| WorkerError::Invalid("no".to_owned()), Code::InvalidArgument),
+        (|| WorkerError::QueueFull { queue: "waiting", len: 1, max: 1 }, Code::ResourceExhausted),
+        (|| WorkerError::Internal("bug".to_owned()), Code::Internal),
+        (
+            || WorkerError::LayoutMismatch { field: "n_layers", expected: "2".into(), got: "3".into() },
+            Code::FailedPrecondition,
+        ),
+    ];
+    for (refuse, code) in refusals {
+        let (router, decode) = simple(Plan { refuse: Some(refuse), ..Plan::default() }).await;
+        assert_eq!(say(&router, 4).await.unwrap_err().code(), code);
+        assert_eq!(decode.calls().len(), 1, "{code:?}");
+    }
+}
+
+#[tokio::test]
+async fn attempts_are_bounded_and_the_tokens_sent_are_named() {
+    let failing = Plan { fail_after: Some((2, gone)), ..Plan::default() };
+    let (router, decode) = simple(failing).await;
+    let status = say(&router, 12).await.unwrap_err();
+    assert_eq!((status.code(), decode.calls().len()), (Code::Aborted, 3));
+    let details = status.get_error_details();
+    assert_eq!(details.error_info().unwrap().metadata["emitted_tokens"], "6");
+}
+
+#[tokio::test]
+async fn without_a_token_sent_a_lost_request_can_be_sent_again() {
+    let (router, decode) = simple(Plan { refuse: Some(gone), ..Plan::default() }).await;
+    let status = say(&router, 12).await.unwrap_err();
+    assert_eq!((status.code(), decode.calls().len()), (Code::Unavailable, 3));
+    assert!(status.get_error_details().retry_info().is_some());
+}
+
+#[tokio::test]
+async fn an_interrupted_output_waits_for_a_worker_and_gives_up_in_time() {
+    let decode = FakeDecode::start(|_, _| Plan { hang_after: Some(2), ..Plan::default() }).await;
+    let mut config = quick_config();
+    config.recovery.recovery_window = std::time::Duration::from_millis(300);
+    let router = TestRouter::start_with(config, &[&decode], &[]).await;
+    let dying = async {
+        crate::support::eventually("the group works", async || decode.n_open() == 1).await;
+        tokio::time::sleep(std::time::Duration::from_millis(30)).await;
+        decode.kill();
+        std::time::Instant::now()
+    };
+    let (said, died) = tokio::join!(say(&router, 12), dying);
+    assert_eq!(said.unwrap_err().code(), Code::Aborted);
+    let waited = died.elapsed().as_millis();
+    assert!((250..3000).contains(&waited), "waited {waited} ms");
+}
