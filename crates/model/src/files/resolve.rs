@@ -8,7 +8,7 @@ mod hub;
 mod wheel;
 
 use std::{
-    env,
+    env, fmt,
     fs::{self, File},
     io,
     path::{Path, PathBuf},
@@ -49,7 +49,7 @@ pub struct Resolved {
 }
 
 /// Where to look, and how far.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Resolver {
     /// The cache that the hub's clients share.
     pub hub_cache: PathBuf,
@@ -65,6 +65,18 @@ pub struct Resolver {
     pub model_cache: PathBuf,
     /// The Python that has pip.
     pub python: PathBuf,
+}
+
+impl fmt::Debug for Resolver {
+    /// Leaves the token out, so that it stands in no log.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Resolver")
+            .field("hub_cache", &self.hub_cache)
+            .field("endpoint", &self.endpoint)
+            .field("offline", &self.offline)
+            .field("model_cache", &self.model_cache)
+            .finish_non_exhaustive()
+    }
 }
 
 /// No model, and what to do about it.
