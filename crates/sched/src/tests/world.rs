@@ -230,6 +230,7 @@ impl World {
             }
             Event::Preempted { seq } => {
                 let record = self.live(seq);
+                assert_ne!(record.kind, SeqKind::Send, "what is sent is not taken back");
                 record.n_preempted += 1;
                 assert!(!std::mem::replace(&mut record.waits_again, true));
             }
