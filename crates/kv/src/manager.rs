@@ -309,6 +309,11 @@ impl KvManager {
 
     /// The nodes of the longest cached prefix that leaves at least one token to compute.
     fn matched(&self, chain: &TokenChain) -> Vec<NodeRef> {
+        debug_assert_eq!(
+            chain.block_size(),
+            self.config.layout.block_size(),
+            "hashes are of the pools' blocks"
+        );
         let max_blocks = chain.len().saturating_sub(1) / self.config.layout.block_size();
         let mut nodes = Vec::new();
         for (block, &hash) in chain.hashes().iter().enumerate().take(max_blocks) {
