@@ -98,6 +98,26 @@ mod tests {
         }
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn workers_are_told_the_time_that_is_left_and_the_trace() {
+        let mut metadata = MetadataMap::new();
+        metadata.insert("grpc-timeout", "1S".parse().unwrap());
+        metadata.insert(
+            "traceparent",
+            "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01".parse().unwrap(),
+        );
+        let call = CallContext::new(None).with_metadata(&metadata);
+        tokio::time::advance(Duration::from_millis(600)).await;
+        let request = call.worker_request(());
+        assert_eq!(request.metadata().get("traceparent"), metadata.get("traceparent"));
+        let timeout = request.metadata().get("grpc-timeout").unwrap().to_str().unwrap();
+        assert_eq!(
+            parse_grpc_timeout(timeout),
+            Some(Duration::from_millis(350)),
+            "1 s less 50 ms less 600 ms"
+        );
+    }
+
     #[test]
     fn two_calls_of_one_name_are_two_requests() {
         let call = || CallContext::new(Some("same".to_owned()));

@@ -138,6 +138,7 @@ impl RouterConfig {
     /// A router that serves `text` with the workers of `source`. Nothing runs before it is bound and serves.
     pub fn build(self, source: WorkerSource, text: TextModel) -> Result<Router, ConfigError> {
         self.validate()?;
+        source.validate()?;
         let lifecycle = Lifecycle::new();
         let registry = longreach_service::Metrics::new("router");
         let metrics = registry.register(Metrics::new);

@@ -8,8 +8,9 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use longreach_cluster::{Backoff, Coordinator, GroupId, KeySpace, MemberEvent, Membership, Watcher};
 use longreach_types::WorkerId;
 use tokio_util::sync::CancellationToken;
+use tonic::transport::Endpoint;
 
-use crate::{dispatch::Dispatcher, random, workers::Address};
+use crate::{config::ConfigError, dispatch::Dispatcher, random, workers::Address};
 
 /// Pauses between attempts to reach the store: soon at first, then no more often than it can bear.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -32,6 +33,23 @@ pub enum WorkerSource {
         /// The cluster's keys in it.
         keys: KeySpace,
     },
+}
+
+impl WorkerSource {
+    /// Checks the addresses of a fixed list; a cluster's are checked as they come.
+    pub(crate) fn validate(&self) -> Result<(), ConfigError> {
+        let Self::Fixed { decodes, prefills } = self else { return Ok(()) };
+        let all =
+            decodes.iter().map(|uri| ("decode", uri)).chain(prefills.iter().map(|uri| ("prefill", uri)));
+        for (field, uri) in all {
+            // Without a scheme it would be taken for a path, and fail only when it is called.
+            if !uri.starts_with("http://") || Endpoint::from_shared(uri.clone()).is_err() {
+                let allowed = "http://host:port".to_owned();
+                return Err(ConfigError { field, value: format!("{uri:?}"), allowed });
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The workers of a cluster, as its membership names them.

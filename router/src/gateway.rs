@@ -52,7 +52,7 @@ impl Gateway {
         call: CallContext,
     ) -> Result<Generation, ServiceError> {
         let mut meter = self.metrics.begin(method);
-        match self.prepare(draft).await {
+        match self.prepare(draft, &call).await {
             Ok((spec, admitted)) => self.start(spec, admitted, call, meter),
             Err(error) => {
                 meter.failed(&error, &call);
@@ -61,9 +61,13 @@ impl Gateway {
         }
     }
 
-    async fn prepare(&self, draft: Draft) -> Result<(GenerateSpec, Admitted), ServiceError> {
+    async fn prepare(
+        &self,
+        draft: Draft,
+        call: &CallContext,
+    ) -> Result<(GenerateSpec, Admitted), ServiceError> {
         self.check_model(draft.model.as_deref())?;
-        request::check_client_id(draft.client_id.as_deref())?;
+        request::check_client_id(&call.client_id)?;
         let n_choices = request::n_choices(&draft, &self.limits)?;
         let admitted = self.admit(n_choices)?;
         let limits = self.model_limits()?;

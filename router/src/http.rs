@@ -15,7 +15,7 @@ use axum::{
     Json, Router,
     body::Bytes,
     extract::{DefaultBodyLimit, Path, State, rejection::BytesRejection},
-    http::{HeaderMap, HeaderValue, StatusCode, header},
+    http::{HeaderMap, HeaderValue, Method, StatusCode, Uri, header},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
@@ -28,7 +28,7 @@ use self::{
 };
 use crate::{
     call::CallContext,
-    error::ServiceError,
+    error::{ServiceError, cut},
     gateway::Gateway,
     ops::Operations,
     request::{Draft, PromptDraft},
@@ -72,6 +72,7 @@ pub(crate) fn routes(face: HttpFace) -> Router {
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
         .route("/metrics", get(metrics))
+        .fallback(no_such_endpoint)
         .layer(DefaultBodyLimit::max(max_body_bytes))
         .with_state(face)
 }
@@ -102,6 +103,16 @@ async fn get_model(State(face): State<HttpFace>, Path(model): Path<String>) -> R
         Ok(()) => Json(face.model()).into_response(),
         Err(error) => error_response(&error),
     }
+}
+
+async fn no_such_endpoint(method: Method, uri: Uri) -> Response {
+    let error = ErrorObject {
+        message: format!("there is no {method} {}", cut(uri.path(), 200)),
+        r#type: "invalid_request_error",
+        param: None,
+        code: "unknown_url".to_owned(),
+    };
+    (StatusCode::NOT_FOUND, Json(ErrorBody { error })).into_response()
 }
 
 async fn healthz() -> &'static str {

@@ -54,7 +54,6 @@ impl Default for RequestLimits {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Draft {
     pub(crate) model: Option<String>,
-    pub(crate) client_id: Option<String>,
     pub(crate) prompts: Vec<PromptDraft>,
     pub(crate) options: Options,
 }
@@ -218,7 +217,7 @@ pub(crate) fn n_choices(draft: &Draft, limits: &RequestLimits) -> Result<usize, 
 }
 
 /// Checks a name that a client made up.
-pub(crate) fn check_name(field: &str, name: Option<&str>, max_bytes: usize) -> Result<(), ServiceError> {
+fn check_name(field: &str, name: Option<&str>, max_bytes: usize) -> Result<(), ServiceError> {
     match name {
         Some(name) if name.len() > max_bytes => Err(ServiceError::invalid(
             field,
@@ -232,12 +231,12 @@ pub(crate) fn check_name(field: &str, name: Option<&str>, max_bytes: usize) -> R
 }
 
 /// Checks a client's name for its request.
-pub(crate) fn check_client_id(id: Option<&str>) -> Result<(), ServiceError> {
-    check_name("request_id", id, MAX_NAME_BYTES)
+pub(crate) fn check_client_id(id: &str) -> Result<(), ServiceError> {
+    check_name("request_id", Some(id), MAX_NAME_BYTES)
 }
 
 /// Checks token ids that a client gave, or that its text became.
-pub(crate) fn check_prompt(idx: usize, prompt: &[TokenId], model: ModelLimits) -> Result<(), ServiceError> {
+fn check_prompt(idx: usize, prompt: &[TokenId], model: ModelLimits) -> Result<(), ServiceError> {
     if prompt.is_empty() {
         return Err(ServiceError::invalid("prompt", "is empty; at least 1 token is needed"));
     }

@@ -175,6 +175,8 @@ fn reflection() -> tonic_reflection::server::Builder<'static> {
     let builder = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(DESCRIPTOR_SET)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        // What the details of errors are made of, so that tools can show them.
+        .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
         .with_service_name("grpc.health.v1.Health");
     SERVICE_NAMES.into_iter().fold(builder, tonic_reflection::server::Builder::with_service_name)
 }

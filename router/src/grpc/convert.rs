@@ -64,7 +64,6 @@ impl IncomingParts {
     pub(super) fn into_draft(self) -> Result<Draft, ServiceError> {
         Ok(Draft {
             model: Some(self.model),
-            client_id: Some(self.request_id),
             prompts: vec![prompt(self.prompt)?],
             options: options(self.options),
         })

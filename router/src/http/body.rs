@@ -213,7 +213,7 @@ impl Body {
             cache_salt: self.cache_salt,
             priority: self.priority.unwrap_or(0),
         };
-        Ok(Draft { model: self.model, client_id: self.request_id, prompts, options })
+        Ok(Draft { model: self.model, prompts, options })
     }
 
     /// Refuses what would change the output and cannot be done.

@@ -116,3 +116,6 @@ impl ChoiceText {
 fn broken_token(error: longreach_text::TextError) -> ServiceError {
     ServiceError::Internal { problem: format!("a worker's token has no text: {error}") }
 }
+
+#[cfg(test)]
+mod tests;

@@ -284,7 +284,7 @@ async fn headers_wait_for_a_worker_so_that_a_refusal_can_be_retried() {
 }
 
 #[tokio::test]
-async fn priority_salt_and_trace_reach_the_worker() {
+async fn priority_and_salt_reach_the_worker() {
     let (router, decode) = simple(Plan::saying("x")).await;
     let options =
         GenerateOptions { priority: Some(-3), cache_salt: Some("tenant".to_owned()), ..Default::default() };
@@ -377,4 +377,17 @@ async fn both_forms_of_reflection_list_the_public_services() {
         );
         assert!(names.iter().any(|name| name == "grpc.health.v1.Health"), "{names:?}");
     }
+}
+
+#[tokio::test]
+async fn a_prompt_of_three_million_tokens_passes_the_message_limits() {
+    let decode = FakeDecode::start_sized(Default::default(), 4_000_000, |_, _| Plan::saying("x")).await;
+    let router = TestRouter::start(&[&decode], &[]).await;
+    let ids = vec![200; 3_000_000];
+    let prompt = Some(Prompt { prompt: Some(prompt::Prompt::TokenIds(TokenIds { ids })) });
+    let mut client = router.inference().await.max_encoding_message_size(usize::MAX);
+    let answer =
+        client.generate(GenerateRequest { prompt, ..Default::default() }).await.unwrap().into_inner();
+    assert_eq!(answer.usage.unwrap().prompt_tokens, 3_000_000);
+    assert_eq!(decode.calls()[0].prompt.tokens.len(), 3_000_000);
 }

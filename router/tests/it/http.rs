@@ -372,3 +372,31 @@ async fn requests_are_counted_by_how_they_ended() {
         assert!(text.contains(line), "{line} is not in\n{text}");
     }
 }
+
+#[tokio::test]
+async fn what_is_not_there_is_said_in_json() {
+    let router = TestRouter::start(&[], &[]).await;
+    let answer = router.http.post_json("/v1/embeddings", &json!({})).await;
+    assert_eq!((answer.status, &answer.json()["error"]["code"]), (404, &json!("unknown_url")));
+}
+
+#[tokio::test]
+async fn a_reader_that_stops_reading_stops_the_worker_and_nobody_else() {
+    let decode = FakeDecode::start_sized(Default::default(), 100_000_000, |_, _| Plan::default()).await;
+    let router = TestRouter::start(&[&decode], &[]).await;
+    let endless = completion(json!({"stream": true}));
+    let mut slow = router.http.open("/v1/completions", &endless).await;
+    slow.next_event().await.unwrap();
+    // Buffers on the way fill up, and then nothing moves.
+    let mut before = 0;
+    eventually("the worker stands still", async || {
+        before = decode.n_said();
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        decode.n_said() == before
+    })
+    .await;
+    assert!(decode.n_said() < 500_000, "{} tokens lie somewhere", decode.n_said());
+    assert_eq!(decode.n_open(), 1, "it is paused, not ended");
+    let quick = router.http.post_json("/v1/completions", &completion(json!({"max_tokens": 8}))).await;
+    assert_eq!(quick.status, 200);
+}

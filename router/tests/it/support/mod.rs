@@ -109,11 +109,11 @@ impl TestRouter {
     }
 }
 
-/// Waits until `condition` holds; fails after five seconds.
-pub(crate) async fn eventually(what: &str, condition: impl AsyncFn() -> bool) {
-    let deadline = tokio::time::Instant::now() + Duration::from_secs(5);
+/// Waits until `condition` holds; fails after ten seconds.
+pub(crate) async fn eventually(what: &str, mut condition: impl AsyncFnMut() -> bool) {
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(10);
     while !condition().await {
-        assert!(tokio::time::Instant::now() < deadline, "{what}: not within 5 s");
+        assert!(tokio::time::Instant::now() < deadline, "{what}: not within 10 s");
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }

@@ -151,6 +151,7 @@ struct Shared<R> {
     handoffs: Arc<Handoffs>,
     calls: Mutex<Vec<R>>,
     n_open: Arc<AtomicUsize>,
+    n_said: Arc<AtomicUsize>,
     n_descriptions: AtomicUsize,
     max_seq_len: usize,
 }
@@ -198,6 +199,11 @@ impl<R: Clone + Send + 'static> Fake<R> {
         self.shared.n_open.load(Ordering::SeqCst)
     }
 
+    /// Tokens that were taken from it.
+    pub(crate) fn n_said(&self) -> usize {
+        self.shared.n_said.load(Ordering::SeqCst)
+    }
+
     /// The calls it got.
     pub(crate) fn calls(&self) -> Vec<R> {
         self.shared.calls.lock().unwrap().clone()
@@ -235,6 +241,7 @@ fn shared<R>(
         handoffs,
         calls: Mutex::default(),
         n_open: Arc::default(),
+        n_said: Arc::default(),
         n_descriptions: AtomicUsize::new(0),
         max_seq_len,
     })
@@ -331,8 +338,11 @@ impl DecodeHandler for DecodeDouble {
         }
         let open = OpenStream::new(&self.0.n_open);
         let script = DecodeScript::new(plan, request, Arc::clone(&self.0.handoffs));
-        Ok(stream::unfold((script, open), |(mut script, open)| async move {
-            script.next().await.map(|event| (event, (script, open)))
+        let n_said = Arc::clone(&self.0.n_said);
+        Ok(stream::unfold((script, open, n_said), |(mut script, open, n_said)| async move {
+            let event = script.next().await?;
+            n_said.fetch_add(1, Ordering::SeqCst);
+            Some((event, (script, open, n_said)))
         })
         .boxed())
     }
@@ -412,7 +422,9 @@ impl DecodeScript {
         if self.plan.hang_after == Some(self.n_said) {
             std::future::pending::<()>().await;
         }
-        tokio::time::sleep(self.plan.pace).await;
+        if !self.plan.pace.is_zero() {
+            tokio::time::sleep(self.plan.pace).await;
+        }
         if self.plan.skip_idx == Some(self.next_idx) {
             self.next_idx += 1;
         }
