@@ -219,6 +219,13 @@ impl Model {
             wire_version: WIRE_VERSION,
         }
     }
+
+    /// What workers of a cluster must agree on, as one word for registrations.
+    pub fn layout_hash(&self, config: &EngineConfig) -> String {
+        let layout = self.kv_layout(config);
+        let hex: String = layout.model_fingerprint.iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("{hex}-{}-b{}-v{}", layout.kv_dtype, layout.block_size, layout.wire_version)
+    }
 }
 
 /// What follows from a model and a configuration, equal on every rank.

@@ -22,6 +22,7 @@ mod outbound;
 pub mod pair;
 pub mod rank;
 mod send;
+pub mod serve;
 pub mod transport;
 
 pub use group::{BuildError, DecodeGroup, EngineConfig, Model, RunningEngine, start_prefill};

@@ -1,0 +1,42 @@
+//! How the command fails: a sentence for people, and an exit code for scripts.
+
+use std::process::ExitCode;
+
+/// Why the command ended without doing what was asked.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CliError {
+    /// What was asked cannot be; nothing was started. Exit code 64 (`EX_USAGE`).
+    #[error("{0}")]
+    Usage(String),
+    /// It could be, but something failed. Exit code 1.
+    #[error("{0}")]
+    Start(String),
+}
+
+impl CliError {
+    /// Exit code of bad usage, from sysexits.h.
+    pub(crate) const USAGE: u8 = 64;
+
+    pub(crate) fn exit_code(&self) -> ExitCode {
+        match self {
+            Self::Usage(_) => ExitCode::from(Self::USAGE),
+            Self::Start(_) => ExitCode::FAILURE,
+        }
+    }
+
+    /// A failure with all its causes in one sentence.
+    pub(crate) fn start(error: &(dyn std::error::Error + 'static)) -> Self {
+        let causes = std::iter::successors(Some(error), |error| error.source()).map(ToString::to_string);
+        let mut text = String::new();
+        for cause in causes {
+            // A transparent error repeats its cause word for word.
+            if !text.ends_with(&cause) {
+                if !text.is_empty() {
+                    text.push_str(": ");
+                }
+                text.push_str(&cause);
+            }
+        }
+        Self::Start(text)
+    }
+}

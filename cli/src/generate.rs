@@ -1,0 +1,166 @@
+//! `longreach generate`: the whole engine path on one prompt, with no servers.
+
+use std::time::Instant;
+
+use longreach_engine::{EnginePair, Generated};
+use longreach_proto::worker::OutputToken;
+use longreach_text::{StreamOptions, TextModel, TextStream};
+use longreach_types::{FinishReason, Prompt, RequestId, SamplingParams, TokenId};
+use serde::Serialize;
+use tokio::runtime::Handle;
+
+use crate::{
+    args::GenerateArgs,
+    error::CliError,
+    model::{self, OpenedModel},
+};
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Report {
+    model: String,
+    prompt_ids: Vec<u32>,
+    token_ids: Vec<u32>,
+    text: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    logprobs: Option<Vec<Logprobs>>,
+    finish_reason: &'static str,
+    usage: UsageReport,
+    timings: Timings,
+}
+
+#[derive(Serialize)]
+struct Logprobs {
+    token_id: u32,
+    logprob: Option<f32>,
+    top: Vec<(u32, Option<f32>)>,
+}
+
+#[derive(Serialize)]
+struct UsageReport {
+    prompt_tokens: usize,
+    completion_tokens: usize,
+    cached_tokens: usize,
+}
+
+/// Seconds, and tokens a second. Loading is not part of prefill or decode.
+#[derive(Serialize)]
+struct Timings {
+    load_seconds: f64,
+    prefill_seconds: f64,
+    decode_seconds: f64,
+    prefill_tokens_per_s: f64,
+    decode_tokens_per_s: Option<f64>,
+}
+
+/// Runs the command.
+pub(crate) async fn run(args: GenerateArgs) -> Result<(), CliError> {
+    let (config, prefill_threads) = args.engine.config(1)?;
+    let opened = model::open(args.engine.model.clone()).await?;
+    let prompt = prompt(&args, &opened.text)?;
+    let sampling = SamplingParams {
+        temperature: args.temperature,
+        seed: args.seed,
+        max_tokens: args.max_tokens,
+        ignore_eos: args.ignore_eos,
+        top_logprobs: args.logprobs,
+        ..SamplingParams::default()
+    };
+    sampling
+        .validate(opened.model.config.vocab_size)
+        .map_err(|error| CliError::Usage(error.to_string()))?;
+
+    let load_start = Instant::now();
+    let (loading, runtime, bar) = (opened.model.clone(), Handle::current(), model::progress("packing"));
+    let start = move || EnginePair::start(&loading, &config, prefill_threads, &runtime, &bar);
+    let pair = tokio::task::spawn_blocking(start)
+        .await
+        .map_err(|error| CliError::start(&error))?
+        .map_err(|error| CliError::start(&error))?;
+    let load_seconds = load_start.elapsed().as_secs_f64();
+
+    let (start, mut first_at) = (Instant::now(), None);
+    let id = RequestId("generate".to_owned());
+    let on_token = |_: &OutputToken| {
+        first_at.get_or_insert_with(Instant::now);
+    };
+    let generated = pair
+        .generate(id, prompt.clone(), sampling, on_token)
+        .await
+        .map_err(|error| CliError::start(&error))?;
+    let (end, first_at) = (Instant::now(), first_at.unwrap_or(start));
+    pair.stop().await.map_err(CliError::Start)?;
+
+    let timings = Timings {
+        load_seconds,
+        prefill_seconds: (first_at - start).as_secs_f64(),
+        decode_seconds: (end - first_at).as_secs_f64(),
+        prefill_tokens_per_s: prompt.tokens.len() as f64 / (first_at - start).as_secs_f64(),
+        decode_tokens_per_s: (generated.tokens.len() > 1)
+            .then(|| (generated.tokens.len() - 1) as f64 / (end - first_at).as_secs_f64()),
+    };
+    let report = report(&opened, &prompt, &generated, timings)?;
+    if args.json {
+        println!("{}", serde_json::to_string(&report).map_err(|error| CliError::start(&error))?);
+    } else {
+        println!("{}", report.text);
+    }
+    Ok(())
+}
+
+fn prompt(args: &GenerateArgs, text: &TextModel) -> Result<Prompt, CliError> {
+    let tokens = match (&args.prompt_ids, &args.prompt) {
+        (Some(ids), _) => ids.iter().copied().map(TokenId).collect(),
+        (None, Some(prompt)) => text.encode_prompt(prompt).map_err(|error| CliError::Usage(error.to_string()))?,
+        (None, None) => Vec::new(),
+    };
+    if tokens.is_empty() {
+        return Err(CliError::Usage("the prompt has no tokens; give --prompt or --prompt-ids".to_owned()));
+    }
+    if args.resumed >= tokens.len() {
+        let (n, all) = (args.resumed, tokens.len());
+        return Err(CliError::Usage(format!("--resumed is {n}, of {all} prompt ids; at least one must be prompt")));
+    }
+    Ok(Prompt { tokens, n_resumed: args.resumed, cache_salt: Vec::new() })
+}
+
+fn report(
+    opened: &OpenedModel,
+    prompt: &Prompt,
+    generated: &Generated,
+    timings: Timings,
+) -> Result<Report, CliError> {
+    let mut stream = TextStream::new(&opened.text, &prompt.tokens, StreamOptions::default())
+        .map_err(|error| CliError::start(&error))?;
+    let mut text = String::new();
+    for token in &generated.tokens {
+        text += &stream.push(token.token).map_err(|error| CliError::start(&error))?.text;
+    }
+    text += &stream.finish().map_err(|error| CliError::start(&error))?.text;
+    // JSON has no infinities: an impossible token has no log-probability.
+    let finite = |logprob: f32| logprob.is_finite().then_some(logprob);
+    let logprobs = generated.tokens.iter().map(|token| {
+        token.logprobs.as_ref().map(|entry| Logprobs {
+            token_id: entry.sampled.token.0,
+            logprob: finite(entry.sampled.logprob),
+            top: entry.top.iter().map(|top| (top.token.0, finite(top.logprob))).collect(),
+        })
+    });
+    Ok(Report {
+        model: opened.name.clone(),
+        prompt_ids: prompt.tokens.iter().map(|token| token.0).collect(),
+        token_ids: generated.tokens.iter().map(|token| token.token.0).collect(),
+        text,
+        logprobs: logprobs.collect(),
+        finish_reason: match generated.finish {
+            FinishReason::Length => "length",
+            FinishReason::Eos(_) | FinishReason::StopToken(_) | FinishReason::StopString => "stop",
+        },
+        usage: UsageReport {
+            prompt_tokens: prompt.prompt_len(),
+            completion_tokens: generated.tokens.len(),
+            cached_tokens: generated.cached_len,
+        },
+        timings,
+    })
+}

@@ -1,0 +1,113 @@
+//! What both workers do around an engine: serve gRPC with the same settings, and drain in the same order.
+
+use std::{
+    io,
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use longreach_proto::WorkerError;
+use tokio::{net::TcpListener, time::timeout};
+use tokio_util::sync::CancellationToken;
+use tonic::{
+    service::Routes,
+    transport::{Server, server::TcpIncoming},
+};
+use tracing::{info, warn};
+
+use crate::handle::EngineHandle;
+
+/// HTTP/2 flow-control windows, as large as the sending side's: see the transport.
+const STREAM_WINDOW_BYTES: u32 = 4 << 20;
+const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
+
+/// A bound address of a worker.
+pub struct Door {
+    listener: TcpListener,
+    /// Where it is.
+    pub addr: SocketAddr,
+}
+
+/// A worker that listens nowhere.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot listen on {addr}: {source}; choose another address, or end what holds it")]
+pub struct BindError {
+    /// The address.
+    addr: SocketAddr,
+    source: io::Error,
+}
+
+/// How a drain ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Drained {
+    /// Everything in flight was finished.
+    Finished,
+    /// The grace was over first; this many sequences were ended with an error their router recovers from.
+    CutOff {
+        /// Sequences that were in flight.
+        n_seqs: usize,
+    },
+}
+
+/// Whether new work is taken. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub struct Gate(Arc<AtomicBool>);
+
+impl Door {
+    /// Listens on `addr`; port 0 takes a free one.
+    pub async fn open(addr: SocketAddr) -> Result<Self, BindError> {
+        let listener = TcpListener::bind(addr).await.map_err(|source| BindError { addr, source })?;
+        let addr = listener.local_addr().map_err(|source| BindError { addr, source })?;
+        Ok(Self { listener, addr })
+    }
+
+    /// The address as peers dial it.
+    pub fn endpoint(&self) -> String {
+        format!("http://{}", self.addr)
+    }
+
+    /// Serves `routes` until `shutdown`, then until open calls have ended.
+    pub async fn serve(self, routes: Routes, shutdown: CancellationToken) -> Result<(), tonic::transport::Error> {
+        let incoming = TcpIncoming::from(self.listener).with_nodelay(Some(true));
+        Server::builder()
+            .initial_stream_window_size(STREAM_WINDOW_BYTES)
+            .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+            .http2_keepalive_interval(Some(Duration::from_secs(20)))
+            .http2_keepalive_timeout(Some(Duration::from_secs(10)))
+            .add_routes(routes)
+            .serve_with_incoming_shutdown(incoming, shutdown.cancelled_owned())
+            .await
+    }
+}
+
+impl Gate {
+    /// Refuses once [`Self::close`] was called.
+    pub fn check(&self) -> Result<(), WorkerError> {
+        if self.0.load(Ordering::Acquire) { Err(WorkerError::Unavailable("draining")) } else { Ok(()) }
+    }
+
+    /// From now on new work is refused.
+    pub fn close(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+/// Waits until the engine has finished what it has, or the grace is over. New work must be refused already.
+pub async fn drain(engine: &EngineHandle, grace: Duration) -> Drained {
+    match timeout(grace, engine.wait_for(|info| info.is_idle() || info.failure.is_some())).await {
+        Ok(_) => {
+            info!("drained: everything in flight was finished");
+            Drained::Finished
+        }
+        Err(_) => {
+            let stats = engine.info().stats;
+            let n_seqs = stats.n_waiting + stats.n_receiving + stats.n_running + stats.n_sending;
+            warn!(n_seqs, ?grace, "drain cut off: the grace was over");
+            Drained::CutOff { n_seqs }
+        }
+    }
+}
