@@ -262,10 +262,10 @@ impl Choice {
     fn reason_to_end(&self) -> Option<FinishReason> {
         let last = *self.emitted.last()?;
         let sampling = &self.spec.sampling;
-        if sampling.stop_token_ids.contains(&last) {
-            Some(FinishReason::StopToken(last))
-        } else if !sampling.ignore_eos && self.spec.eos.contains(&last) {
+        if !sampling.ignore_eos && self.spec.eos.contains(&last) {
             Some(FinishReason::Eos(last))
+        } else if sampling.stop_token_ids.contains(&last) {
+            Some(FinishReason::StopToken(last))
         } else if self.emitted.len() >= sampling.max_tokens {
             Some(FinishReason::Length)
         } else {

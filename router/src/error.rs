@@ -289,6 +289,56 @@ mod tests {
         assert!(status.details().len() < 4096, "{} bytes of details", status.details().len());
     }
 
+    /// One of each variant. The match makes a new one fail to compile until it is added.
+    fn one_of_each() -> Vec<ServiceError> {
+        let (text, retry_after) = (String::new, Duration::from_secs(1));
+        let all = vec![
+            ServiceError::invalid("f", "p"),
+            ServiceError::ContextLength { limit: 1, prompt_len: 2, max_tokens: 3 },
+            ServiceError::BodyTooLarge { limit: 1 },
+            ServiceError::UnknownModel { model: text(), served: text() },
+            ServiceError::unsupported("f", "p"),
+            ServiceError::Overloaded { queue: text(), retry_after },
+            ServiceError::Unavailable { problem: text(), retry_after },
+            ServiceError::Deadline { stage: Stage::Queue },
+            ServiceError::Lost { n_emitted: 1, cause: text() },
+            ServiceError::Misconfigured { problem: text() },
+            ServiceError::Internal { problem: text() },
+        ];
+        for error in &all {
+            match error {
+                ServiceError::Invalid { .. }
+                | ServiceError::ContextLength { .. }
+                | ServiceError::BodyTooLarge { .. }
+                | ServiceError::UnknownModel { .. }
+                | ServiceError::Unsupported { .. }
+                | ServiceError::Overloaded { .. }
+                | ServiceError::Unavailable { .. }
+                | ServiceError::Deadline { .. }
+                | ServiceError::Lost { .. }
+                | ServiceError::Misconfigured { .. }
+                | ServiceError::Internal { .. } => {}
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn the_published_table_is_the_one_in_force() {
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/errors.md");
+        let page = std::fs::read_to_string(page).unwrap();
+        let (page, _) = page.split_once("## Between workers").unwrap();
+        let errors = one_of_each();
+        for error in &errors {
+            let Class { code, http_status, kind, reason } = error.class();
+            let code = crate::metrics::code_name(code);
+            let row = format!("| `{reason}` | `{code}` | {http_status} | `{kind}` |");
+            assert!(page.contains(&row), "docs/errors.md has no row {row}");
+        }
+        let n_rows = page.lines().filter(|line| line.matches("| `").count() == 3).count();
+        assert_eq!(n_rows, errors.len(), "rows of docs/errors.md for clients");
+    }
+
     #[test]
     fn a_full_queue_says_when_to_come_back_in_every_form() {
         let retry_after = Duration::from_millis(1500);

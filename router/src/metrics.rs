@@ -180,7 +180,7 @@ impl Drop for RequestMeter {
 }
 
 /// A code as operators write it.
-fn code_name(code: Code) -> &'static str {
+pub(crate) fn code_name(code: Code) -> &'static str {
     match code {
         Code::Ok => "OK",
         Code::Cancelled => "CANCELLED",

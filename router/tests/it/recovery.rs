@@ -1,6 +1,12 @@
 //! What is done when workers are lost: the same tokens, or one typed error.
 
-use std::sync::Arc;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
 
 use longreach_proto::{
     WorkerError,
@@ -36,43 +42,78 @@ async fn undisturbed(max_tokens: u32) -> String {
     say(&router, max_tokens).await.unwrap()
 }
 
-/// Which call fails after how many tokens, for the first three calls to either role.
-type Faults = (Vec<Option<usize>>, Vec<Option<usize>>);
+/// How one call is disturbed.
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    Refused,
+    FailsAfter(usize),
+    IsCutAfter(usize),
+}
 
-fn faulty(faults: &[Option<usize>], n_call: usize, plan: Plan) -> Plan {
-    let n_tokens = faults.get(n_call).copied().flatten();
-    Plan { fail_after: n_tokens.map(|n| (n, gone as fn() -> WorkerError)), ..plan }
+fn faults() -> impl Strategy<Value = Vec<Option<Fault>>> {
+    let fault = prop_oneof![
+        Just(Fault::Refused),
+        (0_usize..6).prop_map(Fault::FailsAfter),
+        (0_usize..6).prop_map(Fault::IsCutAfter),
+    ];
+    prop::collection::vec(prop::option::of(fault), 0..3)
+}
+
+/// `plan` with the fault of call `n_call`.
+fn disturbed(faults: &[Option<Fault>], n_call: usize, plan: Plan) -> Plan {
+    match faults.get(n_call).copied().flatten() {
+        None => plan,
+        Some(Fault::Refused) => Plan { refuse: Some(gone), ..plan },
+        Some(Fault::FailsAfter(n)) => Plan { fail_after: Some((n, gone)), ..plan },
+        Some(Fault::IsCutAfter(n)) => Plan { cut_after: Some(n), ..plan },
+    }
 }
 
 #[test]
 fn an_output_with_faults_is_the_output_without() {
     let runtime = tokio::runtime::Runtime::new().unwrap();
-    let undisturbed = runtime.block_on(async { undisturbed(12).await });
-    let fault = || prop::option::of(0_usize..6);
-    // Two faults at most: the third attempt of three is the last.
-    let faults = (prop::collection::vec(fault(), 1), prop::collection::vec(fault(), 1));
-    let mut runner =
-        TestRunner::new(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() });
-    runner
-        .run(&(faults, any::<bool>()), |(faults, is_split): (Faults, bool)| {
-            let (decode_faults, prefill_faults) = faults;
-            let said = runtime.block_on(async move {
-                let handoffs = Arc::new(Handoffs::default());
-                let prefill = FakePrefill::start(Arc::clone(&handoffs), move |n, _| {
-                    faulty(&prefill_faults, n, Plan::default())
-                })
-                .await;
-                let decode = FakeDecode::start_with(handoffs, move |n, _| {
-                    faulty(&decode_faults, n, Plan { prefilled_here: !is_split, ..Plan::default() })
-                })
-                .await;
-                let router = TestRouter::start(&[&decode], &[&prefill]).await;
-                say(&router, 12).await.unwrap()
-            });
-            prop_assert_eq!(said, undisturbed.clone());
-            Ok(())
-        })
-        .unwrap();
+    let wanted = runtime.block_on(undisturbed(12));
+    let config = ProptestConfig { cases: 32, failure_persistence: None, ..Default::default() };
+    let mut runner = TestRunner::new(config);
+    let cases = (faults(), faults(), any::<bool>());
+    let result = runner.run(&cases, |(decode_faults, prefill_faults, is_split)| {
+        let said = runtime.block_on(async move {
+            let handoffs = Arc::new(Handoffs::default());
+            let prefill = FakePrefill::start(Arc::clone(&handoffs), move |n, _| {
+                disturbed(&prefill_faults, n, Plan::default())
+            })
+            .await;
+            let decode = FakeDecode::start_with(handoffs, move |n, _| {
+                disturbed(&decode_faults, n, Plan { prefilled_here: !is_split, ..Plan::default() })
+            })
+            .await;
+            let mut config = quick_config();
+            config.recovery.max_attempts = 8;
+            let router = TestRouter::start_with(config, &[&decode], &[&prefill]).await;
+            say(&router, 12).await.unwrap()
+        });
+        prop_assert_eq!(&said, &wanted);
+        Ok(())
+    });
+    result.unwrap();
+}
+
+#[tokio::test]
+async fn a_worker_that_stands_still_with_its_connection_open_is_noticed() {
+    let is_first = Arc::new(AtomicBool::new(true));
+    let plan = move |_: usize, _: &longreach_proto::worker::GenerateRequest| Plan {
+        freeze_after: is_first.swap(false, Ordering::SeqCst).then_some(3),
+        ..Plan::default()
+    };
+    let one = FakeDecode::start(plan.clone()).await;
+    let other = FakeDecode::start(plan).await;
+    let mut config = quick_config();
+    config.workers.keep_alive_interval = Duration::from_millis(100);
+    config.workers.keep_alive_timeout = Duration::from_millis(200);
+    let router = TestRouter::start_with(config, &[&one, &other], &[]).await;
+    let started = Instant::now();
+    assert_eq!(say(&router, 12).await.unwrap(), undisturbed(12).await);
+    assert!(started.elapsed() < Duration::from_secs(5), "took {:?}", started.elapsed());
 }
 
 #[tokio::test]
@@ -104,12 +145,12 @@ async fn a_worker_that_dies_with_its_connections_is_replaced_by_another() {
         loop {
             for (worker, survivor) in [(&one, &other), (&other, &one)] {
                 if !worker.calls().is_empty() {
-                    tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+                    tokio::time::sleep(Duration::from_millis(50)).await;
                     worker.kill();
                     return survivor;
                 }
             }
-            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+            tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
     let (said, survivor) = tokio::join!(say(&router, 12), dying);
@@ -213,13 +254,13 @@ async fn without_a_token_sent_a_lost_request_can_be_sent_again() {
 async fn an_interrupted_output_waits_for_a_worker_and_gives_up_in_time() {
     let decode = FakeDecode::start(|_, _| Plan { hang_after: Some(2), ..Plan::default() }).await;
     let mut config = quick_config();
-    config.recovery.recovery_window = std::time::Duration::from_millis(300);
+    config.recovery.recovery_window = Duration::from_millis(300);
     let router = TestRouter::start_with(config, &[&decode], &[]).await;
     let dying = async {
         crate::support::eventually("the group works", async || decode.n_open() == 1).await;
-        tokio::time::sleep(std::time::Duration::from_millis(30)).await;
+        tokio::time::sleep(Duration::from_millis(30)).await;
         decode.kill();
-        std::time::Instant::now()
+        Instant::now()
     };
     let (said, died) = tokio::join!(say(&router, 12), dying);
     assert_eq!(said.unwrap_err().code(), Code::Aborted);

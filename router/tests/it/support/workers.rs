@@ -47,6 +47,9 @@ pub(crate) struct Plan {
     pub(crate) hang_after: Option<usize>,
     /// Ends the stream without a finish after this many tokens of this call.
     pub(crate) cut_after: Option<usize>,
+    /// Stops its whole process, so to speak, after this many tokens of this call: connections stay open and nobody
+    /// answers.
+    pub(crate) freeze_after: Option<usize>,
     /// Leaves out the token with this index.
     pub(crate) skip_idx: Option<usize>,
     /// Pause before each token.
@@ -65,6 +68,7 @@ impl Default for Plan {
             fail_after: None,
             hang_after: None,
             cut_after: None,
+            freeze_after: None,
             skip_idx: None,
             pace: Duration::ZERO,
             queue: Duration::ZERO,
@@ -422,6 +426,10 @@ impl DecodeScript {
         if self.plan.hang_after == Some(self.n_said) {
             std::future::pending::<()>().await;
         }
+        while self.plan.freeze_after == Some(self.n_said) {
+            // The only thread of its runtime.
+            std::thread::park();
+        }
         if !self.plan.pace.is_zero() {
             tokio::time::sleep(self.plan.pace).await;
         }
@@ -479,6 +487,9 @@ impl PrefillHandler for PrefillDouble {
             async move {
                 if let Some((_, fail)) = plan.fail_after.filter(|(n, _)| *n == step) {
                     return Some((Err(fail()), (usize::MAX, open)));
+                }
+                if plan.cut_after == Some(step) {
+                    return None;
                 }
                 if plan.hang_after == Some(step) {
                     std::future::pending::<()>().await;
