@@ -6,6 +6,7 @@
 use rayon::prelude::*;
 
 use crate::{
+    aligned::Pool,
     isa::Isa,
     simd::{Backend, Vector},
 };
@@ -16,6 +17,7 @@ pub struct Exec {
     isa: Isa,
     backend: Backend,
     pool: Option<rayon::ThreadPool>,
+    memory: Pool,
 }
 
 /// Why an [`Exec`] could not be made.
@@ -54,7 +56,7 @@ impl Exec {
                     .map_err(|source| ExecError::Threads { n_threads, source })?,
             ),
         };
-        Ok(Self { isa, backend, pool })
+        Ok(Self { isa, backend, pool, memory: Pool::default() })
     }
 
     /// The implementation that runs.
@@ -74,6 +76,11 @@ impl Exec {
             Some(pool) => pool.install(work),
             None => work(),
         }
+    }
+
+    /// Where packed weights live.
+    pub(crate) fn memory(&self) -> &Pool {
+        &self.memory
     }
 
     /// The vector implementation, or none for the reference loops.

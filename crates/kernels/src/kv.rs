@@ -5,7 +5,7 @@
 //! the weighted sum runs over keys in order while the lanes are dimensions. A block of one layer is one piece
 //! of memory, which is what a hand-off sends.
 
-use half::{bf16, f16};
+use half::{bf16, f16, slice::HalfFloatSliceExt};
 use longreach_types::{BlockId, KvDtype};
 
 use crate::aligned::AlignedBytes;
@@ -143,32 +143,43 @@ pub fn kv_store(arena: &mut KvArena, slot: KvSlot, k: &[f32], v: &[f32]) {
     assert_eq!(v.len(), geometry.n_kv_heads * geometry.v_dim, "length of v");
     let block = arena.block_mut(slot.layer, slot.block);
     match geometry.dtype {
-        KvDtype::F16 => store(block, &geometry, slot.offset, (k, v), |x| f16::from_f32(x).to_le_bytes()),
-        KvDtype::Bf16 => store(block, &geometry, slot.offset, (k, v), |x| bf16::from_f32(x).to_le_bytes()),
-        KvDtype::F32 => store(block, &geometry, slot.offset, (k, v), f32::to_le_bytes),
+        KvDtype::F16 => {
+            let encode = |from: &[f32], to: &mut [f16]| to.convert_from_f32_slice(from);
+            store(block, &geometry, slot.offset, (k, v), encode);
+        }
+        KvDtype::Bf16 => {
+            let encode = |from: &[f32], to: &mut [bf16]| to.convert_from_f32_slice(from);
+            store(block, &geometry, slot.offset, (k, v), encode);
+        }
+        KvDtype::F32 => {
+            store(block, &geometry, slot.offset, (k, v), |from, to: &mut [f32]| to.copy_from_slice(from));
+        }
     }
 }
 
-fn store<const N: usize>(
+fn store<N: bytemuck::Pod>(
     block: &mut [u8],
     geometry: &KvGeometry,
     offset: usize,
     (k, v): (&[f32], &[f32]),
-    encode: impl Fn(f32) -> [u8; N],
+    encode: impl Fn(&[f32], &mut [N]),
 ) {
+    /// Numbers that are converted together.
+    const CHUNK: usize = 64;
+    let mut encoded = [N::zeroed(); CHUNK];
     for head in 0..geometry.n_kv_heads {
         let bytes = &mut block[head * geometry.head_bytes()..][..geometry.head_bytes()];
         let (keys, values) = bytes.split_at_mut(geometry.k_bytes());
-        let k = &k[head * geometry.k_dim..][..geometry.k_dim];
-        let (keys, _) = keys.as_chunks_mut::<N>();
-        for (slot, &x) in keys[offset..].iter_mut().step_by(geometry.block_size).zip(k) {
-            *slot = encode(x);
+        let keys: &mut [N] = bytemuck::cast_slice_mut(keys);
+        let mut slots = keys[offset..].iter_mut().step_by(geometry.block_size);
+        for k in k[head * geometry.k_dim..][..geometry.k_dim].chunks(CHUNK) {
+            let encoded = &mut encoded[..k.len()];
+            encode(k, encoded);
+            slots.by_ref().zip(encoded).for_each(|(slot, x)| *slot = *x);
         }
+        let values: &mut [N] = bytemuck::cast_slice_mut(values);
         let v = &v[head * geometry.v_dim..][..geometry.v_dim];
-        let (values, _) = values.as_chunks_mut::<N>();
-        for (slot, &x) in values[offset * geometry.v_dim..].iter_mut().zip(v) {
-            *slot = encode(x);
-        }
+        encode(v, &mut values[offset * geometry.v_dim..][..geometry.v_dim]);
     }
 }
 

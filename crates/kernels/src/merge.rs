@@ -46,17 +46,23 @@ fn max(a: f32, b: f32) -> f32 {
 }
 
 /// Merges record `b` into record `a`.
+#[inline(always)]
 pub(crate) fn merge_record(a: &mut [f32], b: &[f32]) {
     let last = a.len() - 1;
     let e = max(a[last], b[last]);
     let (weight_a, weight_b) = (weight(a[last], e), weight(b[last], e));
-    for (a, b) in a[..last].iter_mut().zip(b) {
-        *a = scaled(*a, weight_a) + scaled(*b, weight_b);
+    let pairs = a[..last].iter_mut().zip(b);
+    // The usual case first, without a choice in the loop.
+    if weight_a != 0.0 && weight_b != 0.0 {
+        pairs.for_each(|(a, b)| *a = *a * weight_a + *b * weight_b);
+    } else {
+        pairs.for_each(|(a, b)| *a = scaled(*a, weight_a) + scaled(*b, weight_b));
     }
     a[last] = e;
 }
 
 /// Calls `join(to, from)` for the pairs of the stride-halving tree over `n` parts; the result is in part 0.
+#[inline(always)]
 pub(crate) fn halving_tree(n: usize, mut join: impl FnMut(usize, usize)) {
     if n.is_power_of_two() {
         let mut stride = n / 2;

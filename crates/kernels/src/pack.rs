@@ -12,7 +12,7 @@ use longreach_types::{N_SHARDS, WeightForm};
 use crate::{
     aligned::{AlignedBytes, LINE},
     exec::{Disjoint, Exec},
-    panel::{Format, with_format},
+    panel::{Format, Record, with_format},
     simd::LANES,
     stored::{GROUP, StoredError, StoredType, expand, read_group},
 };
@@ -198,12 +198,12 @@ impl Run {
     fn pack(exec: &Exec, ty: StoredType, first_out: usize, k: usize, rows: &[SourceRow<'_>]) -> Self {
         let panel_bytes = with_format!(
             ty,
-            F => records_bytes::<F>(k / GROUP),
+            F => k / GROUP * size_of::<Record<F>>(),
             float => k * LANES * float.block_bytes()
         )
         .next_multiple_of(LINE);
         let n_panels = rows.len().div_ceil(LANES);
-        let mut panels = AlignedBytes::zeroed(n_panels * panel_bytes);
+        let mut panels = exec.memory().zeroed(n_panels * panel_bytes);
         let out = Disjoint::new(&mut panels);
         exec.parallel(n_panels, |i| {
             // SAFETY: each task has its own panel.
@@ -222,13 +222,15 @@ impl Run {
         self.n_out.div_ceil(LANES)
     }
 
-    /// Scale and code records of a quantised panel, one each per 32 columns.
+    pub(crate) fn panel_bytes(&self) -> usize {
+        self.panel_bytes
+    }
+
+    /// Records of a quantised panel, one per 32 columns.
     #[inline(always)]
-    pub(crate) fn quantised<F: Format>(&self, panel: usize) -> (&[F::Scales], &[F::Codes]) {
-        let n_groups = self.k / GROUP;
-        let bytes = &self.panels[panel * self.panel_bytes..][..records_bytes::<F>(n_groups)];
-        let (scales, codes) = bytes.split_at(scales_bytes::<F>(n_groups));
-        (bytemuck::cast_slice(&scales[..n_groups * size_of::<F::Scales>()]), bytemuck::cast_slice(codes))
+    pub(crate) fn quantised<F: Format>(&self, panel: usize) -> &[Record<F>] {
+        let bytes = self.k / GROUP * size_of::<Record<F>>();
+        bytemuck::cast_slice(&self.panels[panel * self.panel_bytes..][..bytes])
     }
 
     /// Weights of a float panel, sixteen a column.
@@ -239,23 +241,11 @@ impl Run {
     }
 }
 
-/// Bytes of a panel's scale records, rounded up so that the codes start on a line.
-fn scales_bytes<F: Format>(n_groups: usize) -> usize {
-    (n_groups * size_of::<F::Scales>()).next_multiple_of(LINE)
-}
-
-fn records_bytes<F: Format>(n_groups: usize) -> usize {
-    scales_bytes::<F>(n_groups) + n_groups * size_of::<F::Codes>()
-}
-
 fn pack_quantised<F: Format>(panel: &mut [u8], n_groups: usize, rows: &[SourceRow<'_>]) {
-    let panel = &mut panel[..records_bytes::<F>(n_groups)];
-    let (scales, codes) = panel.split_at_mut(scales_bytes::<F>(n_groups));
-    let scales: &mut [F::Scales] = bytemuck::cast_slice_mut(&mut scales[..n_groups * size_of::<F::Scales>()]);
-    let codes: &mut [F::Codes] = bytemuck::cast_slice_mut(codes);
+    let records: &mut [Record<F>] = bytemuck::cast_slice_mut(&mut panel[..n_groups * size_of::<Record<F>>()]);
     for (lane, row) in rows.iter().enumerate() {
-        for (i, (scales, codes)) in scales.iter_mut().zip(codes.iter_mut()).enumerate() {
-            F::put(scales, codes, lane, &read_group(row.ty, row.bytes, row.first / GROUP + i));
+        for (i, record) in records.iter_mut().enumerate() {
+            record.put(lane, &read_group(row.ty, row.bytes, row.first / GROUP + i));
         }
     }
 }

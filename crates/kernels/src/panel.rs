@@ -1,7 +1,6 @@
 //! Quantised weights in memory: what sixteen outputs need for 32 columns lies together.
 //!
-//! A panel is sixteen outputs. For each 32 columns it has a record of scales and a record of codes, each an
-//! array over lanes, so that a kernel loads them as they are. Codes are kept in as few bits as the file's:
+//! A panel is sixteen outputs. For each 32 columns it has a record of scales and codes, each an array over lanes, so that a kernel loads them as they are. Codes are kept in as few bits as the file's:
 //! four-bit codes share a byte across the two halves of the 32 columns, fifth and sixth bits lie in lines of
 //! their own. Scales stay f16 where the file has them so, because batch-1 decode reads every byte once.
 
@@ -134,8 +133,60 @@ impl Numbers for [f32; LANES] {
     }
 }
 
+/// Sixteen outputs and 32 columns: scales, then codes. Records of a panel follow each other, so that a panel
+/// is one stream; with scales and codes in two, the processor's prefetching lost track and decode ran at a
+/// third of the memory bandwidth.
+#[repr(C)]
+pub(crate) struct Record<F: Format> {
+    pub(crate) scales: F::Scales,
+    pub(crate) codes: F::Codes,
+}
+
+impl<F: Format> Clone for Record<F> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<F: Format> Copy for Record<F> {}
+
+// SAFETY: both fields are arrays of plain numbers, for which zero is valid.
+unsafe impl<F: Format> bytemuck::Zeroable for Record<F> {}
+// SAFETY: both fields are plain numbers, and there is no padding: that is checked when a format is compiled.
+unsafe impl<F: Format> Pod for Record<F> {}
+
+impl<F: Format> Record<F> {
+    const NO_PADDING: () = assert!(size_of::<Self>() == size_of::<F::Scales>() + size_of::<F::Codes>());
+
+    /// Writes one lane.
+    pub(crate) fn put(&mut self, lane: usize, group: &Group) {
+        let () = Self::NO_PADDING;
+        let scales = self.scales.as_mut();
+        scales[0].put(lane, group.scales[0]);
+        if F::SPLIT {
+            scales[1].put(lane, group.scales[1]);
+        } else if F::TYPE.has_min() {
+            scales[1].put(lane, group.min);
+        }
+        for (column, &code) in group.codes.iter().enumerate() {
+            self.codes.put(lane, column, code);
+        }
+    }
+
+    /// Reads one lane back.
+    pub(crate) fn get(&self, lane: usize) -> Group {
+        let scales = self.scales.as_ref();
+        let first = scales[0].get(lane);
+        Group {
+            codes: std::array::from_fn(|column| self.codes.get(lane, column)),
+            scales: [first, if F::SPLIT { scales[1].get(lane) } else { first }],
+            min: if F::TYPE.has_min() { scales[1].get(lane) } else { 0.0 },
+        }
+    }
+}
+
 /// A quantised format as a type.
-pub(crate) trait Format: Send + Sync {
+pub(crate) trait Format: Send + Sync + 'static {
     const TYPE: StoredType;
     /// Whether the two halves of 32 columns have scales of their own.
     const SPLIT: bool = false;
@@ -143,31 +194,6 @@ pub(crate) trait Format: Send + Sync {
     type Numbers: Numbers;
     /// Scale, then minimum or the second half's scale.
     type Scales: Pod + AsRef<[Self::Numbers]> + AsMut<[Self::Numbers]>;
-
-    /// Writes one lane of a panel's records.
-    fn put(scales: &mut Self::Scales, codes: &mut Self::Codes, lane: usize, group: &Group) {
-        let scales = scales.as_mut();
-        scales[0].put(lane, group.scales[0]);
-        if Self::SPLIT {
-            scales[1].put(lane, group.scales[1]);
-        } else if Self::TYPE.has_min() {
-            scales[1].put(lane, group.min);
-        }
-        for (column, &code) in group.codes.iter().enumerate() {
-            codes.put(lane, column, code);
-        }
-    }
-
-    /// Reads back one lane of a panel's records.
-    fn get(scales: &Self::Scales, codes: &Self::Codes, lane: usize) -> Group {
-        let scales = scales.as_ref();
-        let first = scales[0].get(lane);
-        Group {
-            codes: std::array::from_fn(|column| codes.get(lane, column)),
-            scales: [first, if Self::SPLIT { scales[1].get(lane) } else { first }],
-            min: if Self::TYPE.has_min() { scales[1].get(lane) } else { 0.0 },
-        }
-    }
 }
 
 macro_rules! formats {

@@ -172,11 +172,8 @@ impl<const T: usize> Kernel for QuantiseTile<'_, T> {
         let n_steps = self.blocks.len();
         for (step, block) in self.blocks.iter_mut().enumerate() {
             for t in 0..T {
-                let (d, halves) = quantise_lanes(s, &groups[t * n_steps + step]);
-                let sums = halves.map(|half| half.iter().map(|&q| i32::from(q)).sum::<i32>());
-                for (i, quad) in block.q[t].iter_mut().enumerate() {
-                    *quad = std::array::from_fn(|j| halves[i / 4][i % 4 * 4 + j]);
-                }
+                let (bytes, _) = block.q[t].as_flattened_mut().as_chunks_mut::<LANES>();
+                let (d, sums) = quantise_lanes(s, &groups[t * n_steps + step], bytes);
                 block.d[t] = d;
                 block.d_sum[t] = d * (sums[0] + sums[1]) as f32;
                 block.neg_sums[t] = [-sums[0], -sums[1]];
@@ -209,36 +206,23 @@ pub(crate) fn quantise_block(x: &[f32; GROUP]) -> (f32, [i8; GROUP]) {
     (d, x.map(|x| (x * inverse).round_ties_even() as i8))
 }
 
+/// Scale and sums of the halves of one block, whose bytes are written to `bytes` (zero so far).
 #[inline(always)]
-fn quantise_lanes<S: Simd>(s: S, x: &[f32; GROUP]) -> (f32, [[i8; LANES]; 2]) {
+fn quantise_lanes<S: Simd>(s: S, x: &[f32; GROUP], bytes: &mut [[i8; LANES]]) -> (f32, [i32; 2]) {
     let (chunks, _) = x.as_chunks::<LANES>();
     let (low, high) = (s.load(&chunks[0]), s.load(&chunks[1]));
     let infinity = s.splat(f32::INFINITY);
     let (a, b) = (s.abs(low), s.abs(high));
     let a = s.select_lt(a, infinity, a, infinity);
     let b = s.select_lt(b, infinity, b, infinity);
-    let mut lanes = [0.0; LANES];
-    s.store(s.max(a, b), &mut lanes);
-    let mut halves = [[0; LANES]; 2];
-    let (d, inverse) = scale_of(max_of(&lanes));
-    if inverse != 0.0 {
-        let inverse = s.splat(inverse);
-        s.store_i8(s.mul(low, inverse), &mut halves[0]);
-        s.store_i8(s.mul(high, inverse), &mut halves[1]);
+    let (d, inverse) = scale_of(s.max_lane(s.max(a, b)));
+    if inverse == 0.0 {
+        return (d, [0; 2]);
     }
-    (d, halves)
-}
-
-/// The largest of sixteen numbers that are not NaN.
-#[inline(always)]
-fn max_of(lanes: &[f32; LANES]) -> f32 {
-    let mut best = *lanes;
-    for half in [8, 4, 2, 1] {
-        for i in 0..half {
-            best[i] = if best[i] > best[i + half] { best[i] } else { best[i + half] };
-        }
-    }
-    best[0]
+    let inverse = s.splat(inverse);
+    let sum_low = s.store_i8(s.mul(low, inverse), &mut bytes[0]);
+    let sum_high = s.store_i8(s.mul(high, inverse), &mut bytes[1]);
+    (d, [sum_low, sum_high])
 }
 
 #[cfg(test)]

@@ -107,9 +107,9 @@ pub fn rope_apply(exec: &Exec, rope: &Rope<'_>, x: &mut [f32]) {
             let angles = rope.table.row(rope.positions[first + i]);
             for head in row[..width].chunks_exact_mut(rope.head_dim) {
                 let head = &mut head[..rope.table.rot_dim()];
-                match (exec.vector(), rope.style) {
-                    (Some(vector), RopeStyle::Half) => vector.run(RotateHalves { head, angles }),
-                    (_, style) => rotate(style, head, angles),
+                match exec.vector() {
+                    Some(vector) => vector.run(Rotate { style: rope.style, head, angles }),
+                    None => rotate(rope.style, head, angles),
                 }
             }
         }
@@ -117,6 +117,7 @@ pub fn rope_apply(exec: &Exec, rope: &Rope<'_>, x: &mut [f32]) {
 }
 
 /// The contract as plain loops.
+#[inline(always)]
 fn rotate(style: RopeStyle, head: &mut [f32], angles: Angles<'_>) {
     for (i, (&c, &s)) in angles.cos.iter().zip(angles.sin).enumerate() {
         let (a, b) = match style {
@@ -132,16 +133,20 @@ fn rotate_pair(x0: f32, x1: f32, c: f32, s: f32) -> (f32, f32) {
     (x0.mul_add(c, -(x1 * s)), x1.mul_add(c, x0 * s))
 }
 
-struct RotateHalves<'a> {
+struct Rotate<'a> {
+    style: RopeStyle,
     head: &'a mut [f32],
     angles: Angles<'a>,
 }
 
-impl Kernel for RotateHalves<'_> {
+impl Kernel for Rotate<'_> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        if self.style == RopeStyle::Interleaved {
+            return rotate(self.style, self.head, self.angles);
+        }
         let (low, high) = self.head.split_at_mut(self.angles.cos.len());
         let (low, low_tail) = low.as_chunks_mut::<LANES>();
         let (high, high_tail) = high.as_chunks_mut::<LANES>();

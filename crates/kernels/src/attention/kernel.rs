@@ -1,4 +1,4 @@
-//! The vector form of [`super::attention`]: blocks outside, groups of up to four queries inside.
+//! The vector form of [`super::attention`]: blocks outside, groups of up to six queries inside.
 //!
 //! Queries that share a KV head share each load of a key or value vector. A block that many queries read is
 //! converted to f32 once; one that few read is converted as it is loaded. The three steps of a group (scores,
@@ -13,13 +13,14 @@ use super::{AttnInput, record_len, tile::Tile};
 use crate::{
     element::{Bf16, Element, F16, F32},
     expf::{exp2_lanes, pow2_exact},
+    merge::halving_tree,
     simd::{Kernel, LANES, Simd, Vector},
 };
 
 /// Queries from which on converting a block beforehand is cheaper.
 const CONVERT_FROM: usize = 12;
 /// Queries that are computed together, at most.
-const GROUP: usize = 4;
+const GROUP: usize = 6;
 
 /// Computes the records of some shards of a tile.
 pub(super) struct AttendTile<'a> {
@@ -27,7 +28,7 @@ pub(super) struct AttendTile<'a> {
     pub(super) input: &'a AttnInput<'a>,
     pub(super) tile: &'a Tile,
     pub(super) shards: Range<usize>,
-    /// `[shards][queries][v_dim + 2]`.
+    /// `[shards][queries][v_dim + 2]`, zeroed.
     pub(super) states: &'a mut [f32],
 }
 
@@ -38,6 +39,7 @@ struct Query<'a> {
 }
 
 /// One KV head of one block.
+#[derive(Clone, Copy)]
 struct Block<'a, N: Element> {
     k: &'a [N::Bits],
     v: &'a [N::Bits],
@@ -45,6 +47,9 @@ struct Block<'a, N: Element> {
     v_dim: usize,
     /// First absolute position.
     start: usize,
+    /// Keys and values of the block that is next, to be fetched while this one is computed: a table's blocks
+    /// lie anywhere, so the processor cannot guess.
+    next: (&'a [N::Bits], &'a [N::Bits]),
 }
 
 /// Memory and constants a task reuses over its blocks.
@@ -73,7 +78,6 @@ impl AttendTile<'_> {
         let record = record_len(geometry.v_dim);
         let queries = queries(input, tile);
         for state in states.chunks_exact_mut(record) {
-            state.fill(0.0);
             state[record - 1] = f32::NEG_INFINITY;
         }
         let (Some(first), Some(last)) = (queries.first(), queries.last()) else { return };
@@ -84,17 +88,19 @@ impl AttendTile<'_> {
         let mut converted = (geometry.dtype != KvDtype::F32 && queries.len() >= CONVERT_FROM)
             .then(|| Converted { k: Vec::new(), v: Vec::new() });
         let n_shards = input.layout.n_local_shards();
-        for j in input.local_blocks(first.visible.start..last.visible.end) {
-            let shard = j % n_shards;
-            if !shards.contains(&shard) {
-                continue;
-            }
+        let own = |j: &usize| shards.contains(&(j % n_shards));
+        let mut blocks = input.local_blocks(first.visible.start..last.visible.end).filter(own).peekable();
+        let bytes = |j: usize| {
             let (k, v) = input.head_bytes(input.seqs[tile.seq].blocks[j], tile.kv_head);
-            let (k, v) = (bytemuck::cast_slice(k), bytemuck::cast_slice(v));
+            (bytemuck::cast_slice(k), bytemuck::cast_slice(v))
+        };
+        while let Some(j) = blocks.next() {
+            let (k, v) = bytes(j);
+            let next = bytes(*blocks.peek().unwrap_or(&j));
             let (size, v_dim) = (geometry.block_size, geometry.v_dim);
-            let block = Block::<N> { k, v, size, v_dim, start: input.block_start(j) };
+            let block = Block::<N> { k, v, size, v_dim, start: input.block_start(j), next };
             let len = queries.len() * record;
-            let states = &mut states[(shard - shards.start) * len..][..len];
+            let states = &mut states[(j % n_shards - shards.start) * len..][..len];
             match &mut converted {
                 Some(converted) => add_block(&converted.of(vector, &block), &queries, states, &mut scratch),
                 None => add_block(&block, &queries, states, &mut scratch),
@@ -125,7 +131,8 @@ impl Converted {
         self.v.resize(block.v.len(), 0.0);
         vector.run(Convert::<N> { from: block.k, to: &mut self.k });
         vector.run(Convert::<N> { from: block.v, to: &mut self.v });
-        Block { k: &self.k, v: &self.v, size: block.size, v_dim: block.v_dim, start: block.start }
+        let (k, v) = (&self.k[..], &self.v[..]);
+        Block { k, v, size: block.size, v_dim: block.v_dim, start: block.start, next: (k, v) }
     }
 }
 
@@ -148,11 +155,18 @@ fn add_block<N: Element>(
     let group = scratch.vector.max_queries();
     for (queries, states) in queries.chunks(group).zip(states.chunks_mut(group * record)) {
         match queries {
-            [a, b, c, d] => add_to_group(block, [a, b, c, d], states, scratch),
+            [a, b, c, d, e, f] => add_to_group(block, [a, b, c, d, e, f], states, scratch),
+            [a, b, c, d, rest @ ..] => {
+                let (states, rest_states) = states.split_at_mut(4 * record);
+                add_to_group(block, [a, b, c, d], states, scratch);
+                if let [e] = rest {
+                    add_to_group(block, [e], rest_states, scratch);
+                }
+            }
             [a, b, c] => add_to_group(block, [a, b, c], states, scratch),
             [a, b] => add_to_group(block, [a, b], states, scratch),
             [a] => add_to_group(block, [a], states, scratch),
-            _ => {}
+            [] => {}
         }
     }
 }
@@ -171,13 +185,9 @@ fn add_to_group<N: Element, const Q: usize>(
     }
     let queries = queries.map(|query| query.q);
     scratch.vector.run(Scores { block, queries, weights: &mut scratch.weights, padded });
-    let mut rescale = [1.0; Q];
-    for q in 0..Q {
-        let weights = &mut scratch.weights[q * padded..][..padded];
-        let stats = &mut states[q * record + block.v_dim..][..2];
-        let soften = Soften { weights, keys: keys[q].clone(), factor: scratch.factor, stats };
-        rescale[q] = scratch.vector.run(soften);
-    }
+    let factor = scratch.factor;
+    let soften = Soften { weights: &mut scratch.weights, padded, keys: &keys, factor, states, record };
+    let rescale = scratch.vector.run(soften);
     let weights = &scratch.weights;
     if keys.iter().all(|range| *range == keys[0]) {
         let keys = keys[0].clone();
@@ -250,7 +260,10 @@ impl<N: Element, const Q: usize> Scores<'_, N, Q> {
     #[inline(always)]
     fn chunks<S: Simd, const C: usize>(&mut self, s: S, chunk: usize) {
         let mut dots = [[s.splat(0.0); C]; Q];
-        for (d, row) in self.block.k.chunks_exact(self.block.size).enumerate() {
+        let rows = self.block.k.chunks_exact(self.block.size);
+        let next_rows = self.block.next.0.chunks_exact(self.block.size);
+        for ((d, row), next) in rows.enumerate().zip(next_rows) {
+            s.prefetch(&next[chunk * LANES]);
             let (keys, _) = row[chunk * LANES..][..C * LANES].as_chunks::<LANES>();
             for c in 0..C {
                 let k = N::load(s, &keys[c]);
@@ -269,85 +282,94 @@ impl<N: Element, const Q: usize> Scores<'_, N, Q> {
     }
 }
 
-/// Turns one query's dot products into weights and updates its `l` and `max_exp2`. Returns the factor for
-/// what was accumulated before.
-struct Soften<'a> {
+/// Turns dot products into weights and updates `l` and `max_exp2` of `Q` records. Returns for each the factor
+/// for what was accumulated before.
+struct Soften<'a, const Q: usize> {
+    /// `[Q][padded]`.
     weights: &'a mut [f32],
-    keys: Range<usize>,
+    padded: usize,
+    keys: &'a [Range<usize>; Q],
     factor: f32,
-    stats: &'a mut [f32],
+    /// `[Q][record]`.
+    states: &'a mut [f32],
+    record: usize,
 }
 
-impl Kernel for Soften<'_> {
-    type Out = f32;
+impl<const Q: usize> Kernel for Soften<'_, Q> {
+    type Out = [f32; Q];
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> f32 {
-        let Self { weights, keys, factor, stats } = self;
-        if keys.is_empty() {
-            return 1.0;
+    fn run<S: Simd>(self, s: S) -> [f32; Q] {
+        let mut rescale = [1.0; Q];
+        if Q > S::MAX_QUERIES {
+            return rescale;
         }
-        let (chunks, _) = weights.as_chunks_mut::<LANES>();
-        for x in chunks.iter_mut() {
-            s.store(s.mul(s.load(x), s.splat(factor)), x);
+        for q in 0..Q {
+            let keys = &self.keys[q];
+            if keys.is_empty() {
+                continue;
+            }
+            let (chunks, _) = self.weights[q * self.padded..][..self.padded].as_chunks_mut::<LANES>();
+            let (_, stats) = self.states[q * self.record..][..self.record].split_at_mut(self.record - 2);
+            // The usual block of 32 becomes straight code.
+            rescale[q] = match chunks.as_mut_array::<2>() {
+                Some(pair) => soften(s, pair, keys, self.factor, stats),
+                None => soften(s, chunks, keys, self.factor, stats),
+            };
         }
-        weights[..keys.start].fill(f32::NEG_INFINITY);
-        weights[keys.end..].fill(f32::NEG_INFINITY);
-        let (chunks, _) = weights.as_chunks_mut::<LANES>();
-        let mut highest = s.load(&chunks[0]);
-        for x in &chunks[1..] {
-            highest = s.max(highest, s.load(x));
-        }
-        // Adding zero makes a negative zero positive.
-        let highest = fold(s, highest, |a, b| if a > b { a } else { b }).ceil() + 0.0;
-        let e = if stats[1] > highest { stats[1] } else { highest };
-        if e == f32::NEG_INFINITY {
-            weights.fill(0.0);
-            return 1.0;
-        }
-        for x in chunks.iter_mut() {
-            s.store(exp2_lanes(s, s.sub(s.load(x), s.splat(e))), x);
-        }
-        let rescale = pow2_exact(stats[1] - e);
-        stats[0] = stats[0] * rescale + block_sum(s, chunks);
-        stats[1] = e;
         rescale
     }
+}
+
+/// One query's part of [`Soften`].
+#[inline(always)]
+fn soften<S: Simd>(
+    s: S,
+    chunks: &mut [[f32; LANES]],
+    keys: &Range<usize>,
+    factor: f32,
+    stats: &mut [f32],
+) -> f32 {
+    for x in chunks.iter_mut() {
+        s.store(s.mul(s.load(x), s.splat(factor)), x);
+    }
+    chunks.as_flattened_mut()[..keys.start].fill(f32::NEG_INFINITY);
+    chunks.as_flattened_mut()[keys.end..].fill(f32::NEG_INFINITY);
+    let mut highest = s.load(&chunks[0]);
+    for x in &chunks[1..] {
+        highest = s.max(highest, s.load(x));
+    }
+    // Adding zero makes a negative zero positive.
+    let highest = s.max_lane(highest).ceil() + 0.0;
+    let e = if stats[1] > highest { stats[1] } else { highest };
+    if e == f32::NEG_INFINITY {
+        chunks.as_flattened_mut().fill(0.0);
+        return 1.0;
+    }
+    for x in chunks.iter_mut() {
+        s.store(exp2_lanes(s, s.sub(s.load(x), s.splat(e))), x);
+    }
+    let rescale = pow2_exact(stats[1] - e);
+    stats[0] = stats[0] * rescale + block_sum(s, chunks);
+    stats[1] = e;
+    rescale
 }
 
 /// The sum by halves of a power of two of vectors, then of their lanes.
 #[inline(always)]
 fn block_sum<S: Simd>(s: S, weights: &[[f32; LANES]]) -> f32 {
-    let sum = match weights {
-        [a] => s.load(a),
-        [a, b] => s.add(s.load(a), s.load(b)),
+    match weights {
+        [a] => s.sum_lanes(s.load(a)),
+        [a, b] => s.sum_lanes(s.add(s.load(a), s.load(b))),
         _ => {
             let mut sums = weights.to_vec();
-            let mut half = sums.len() / 2;
-            while half > 0 {
-                for i in 0..half {
-                    let sum = s.add(s.load(&sums[i]), s.load(&sums[i + half]));
-                    s.store(sum, &mut sums[i]);
-                }
-                half /= 2;
-            }
-            s.load(&sums[0])
-        }
-    };
-    fold(s, sum, |a, b| a + b)
-}
-
-/// Folds sixteen lanes by halves.
-#[inline(always)]
-fn fold<S: Simd>(s: S, x: S::F, join: impl Fn(f32, f32) -> f32) -> f32 {
-    let mut lanes = [0.0; LANES];
-    s.store(x, &mut lanes);
-    for half in [8, 4, 2, 1] {
-        for i in 0..half {
-            lanes[i] = join(lanes[i], lanes[i + half]);
+            halving_tree(sums.len(), |to, from| {
+                let sum = s.add(s.load(&sums[to]), s.load(&sums[from]));
+                s.store(sum, &mut sums[to]);
+            });
+            s.sum_lanes(s.load(&sums[0]))
         }
     }
-    lanes[0]
 }
 
 /// Rescales the `acc` of `Q` records and adds the weighted values of `keys`.
@@ -407,6 +429,9 @@ impl<N: Element, const Q: usize> Values<'_, N, Q> {
         for key in self.keys.clone() {
             let (row, _) = self.block.v[key * v_dim + d..][..C * LANES].as_chunks::<LANES>();
             for c in 0..C {
+                if c % 2 == 0 {
+                    s.prefetch(&self.block.next.1[key * v_dim + d + c * LANES]);
+                }
                 let v = N::load(s, &row[c]);
                 for q in 0..Q {
                     acc[q][c] = s.fma(s.splat(self.weights[q * self.padded + key]), v, acc[q][c]);

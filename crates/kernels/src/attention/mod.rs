@@ -36,7 +36,7 @@ use crate::{
     exec::{Disjoint, Exec},
     kv::KvArena,
     merge::{halving_tree, merge_record},
-    simd::Vector,
+    simd::{Kernel, Simd, Vector},
 };
 use tile::{Tile, tiles};
 
@@ -99,7 +99,7 @@ pub fn attention(exec: &Exec, input: &AttnInput<'_>, out: &mut [f32]) {
     let n_shards = input.layout.n_local_shards();
     let job = Job { input, vector, out: Disjoint::new(out) };
     if exec.n_threads() > 1 && tiles.len() < 4 * exec.n_threads() && n_shards > 1 {
-        return job.run_by_shard(exec, &tiles, n_shards);
+        return job.run_by_shards(exec, &tiles, n_shards);
     }
     exec.parallel(tiles.len(), |i| {
         let tile = &tiles[i];
@@ -177,25 +177,23 @@ impl Job<'_> {
         kernel::AttendTile { vector: self.vector, input: self.input, tile, shards, states }.run();
     }
 
-    /// Every shard of every tile as a task, then every tile's merge.
-    fn run_by_shard(&self, exec: &Exec, tiles: &[Tile], n_shards: usize) {
-        let starts: Vec<usize> = tiles
-            .iter()
-            .scan(0, |next, tile| {
-                let start = *next;
-                *next += n_shards * tile.state_len(self.input);
-                Some(start)
-            })
-            .collect();
+    /// Some shards of every tile as a task, then every tile's merge.
+    fn run_by_shards(&self, exec: &Exec, tiles: &[Tile], n_shards: usize) {
+        let per_tile = (4 * exec.n_threads()).div_ceil(tiles.len()).min(n_shards);
+        let per_task = n_shards.div_ceil(per_tile);
+        let lens = tiles.iter().map(|tile| n_shards * tile.state_len(self.input));
+        let starts: Vec<usize> =
+            lens.scan(0, |next, len| Some(std::mem::replace(next, *next + len))).collect();
         let total = tiles.iter().map(|tile| n_shards * tile.state_len(self.input)).sum();
         let mut states = vec![0.0; total];
         let all = Disjoint::new(&mut states);
-        exec.parallel(tiles.len() * n_shards, |i| {
-            let (tile, shard) = (&tiles[i / n_shards], i % n_shards);
+        exec.parallel(tiles.len() * per_tile, |i| {
+            let (tile, part) = (&tiles[i / per_tile], i % per_tile);
             let len = tile.state_len(self.input);
-            // SAFETY: each task has its own shard of its own tile.
-            let states = unsafe { all.slice(starts[i / n_shards] + shard * len, len) };
-            self.attend(tile, shard..shard + 1, states);
+            let shards = (part * per_task).min(n_shards)..((part + 1) * per_task).min(n_shards);
+            // SAFETY: each task has its own shards of its own tile.
+            let states = unsafe { all.slice(starts[i / per_tile] + shards.start * len, shards.len() * len) };
+            self.attend(tile, shards, states);
         });
         for (tile, &start) in tiles.iter().zip(&starts) {
             let len = n_shards * tile.state_len(self.input);
@@ -210,17 +208,35 @@ impl Job<'_> {
     /// No other task may write the tile's (row, head) pairs.
     unsafe fn merge_shards(&self, tile: &Tile, n_shards: usize, states: &mut [f32]) {
         let record = record_len(self.input.arena.geometry().v_dim);
-        let len = tile.state_len(self.input);
-        halving_tree(n_shards, |to, from| {
-            let (head, tail) = states.split_at_mut(from * len);
-            let pairs = head[to * len..][..len].chunks_exact_mut(record).zip(tail.chunks_exact(record));
-            pairs.for_each(|(a, b)| merge_record(a, b));
-        });
+        self.vector.run(MergeShards { states, len: tile.state_len(self.input), record, n_shards });
         for (query, state) in tile.queries(self.input).zip(states.chunks_exact(record)) {
             let at = (query.row * self.input.n_q_heads + query.head) * record;
             // SAFETY: this function's contract.
             unsafe { self.out.slice(at, record) }.copy_from_slice(state);
         }
+    }
+}
+
+/// Merges the records of all shards into those of the first.
+struct MergeShards<'a> {
+    /// `[n_shards][len]`.
+    states: &'a mut [f32],
+    len: usize,
+    record: usize,
+    n_shards: usize,
+}
+
+impl Kernel for MergeShards<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let Self { states, len, record, n_shards } = self;
+        halving_tree(n_shards, |to, from| {
+            let (head, tail) = states.split_at_mut(from * len);
+            let pairs = head[to * len..][..len].chunks_exact_mut(record).zip(tail.chunks_exact(record));
+            pairs.for_each(|(a, b)| merge_record(a, b));
+        });
     }
 }
 

@@ -11,7 +11,7 @@ use super::Job;
 use crate::{
     element::Element,
     pack::Run,
-    panel::{Format, Numbers},
+    panel::{Format, Numbers, Record},
     quant::{ActBlock, QUADS, TileSet},
     simd::{Kernel, LANES, Simd},
     stored::GROUP,
@@ -62,13 +62,10 @@ impl<F: Format> Kernel for QuantTask<'_, F> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Some(acts) = &self.task.job.acts else { return };
-        for panel in self.task.panels.clone() {
-            let weights = self.task.run.quantised::<F>(panel);
-            quant_tiles::<S, F, 12>(s, &self.task, panel, weights, &acts.t12);
-            quant_tiles::<S, F, 4>(s, &self.task, panel, weights, &acts.t4);
-            quant_tiles::<S, F, 2>(s, &self.task, panel, weights, &acts.t2);
-            quant_tiles::<S, F, 1>(s, &self.task, panel, weights, &acts.t1);
-        }
+        quant_tiles::<S, F, 12>(s, &self.task, &acts.t12);
+        quant_tiles::<S, F, 4>(s, &self.task, &acts.t4);
+        quant_tiles::<S, F, 2>(s, &self.task, &acts.t2);
+        quant_tiles::<S, F, 1>(s, &self.task, &acts.t1);
     }
 }
 
@@ -78,61 +75,61 @@ impl<N: Element> Kernel for FloatTask<'_, N> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Some(columns) = &self.task.job.columns else { return };
-        for panel in self.task.panels.clone() {
-            let weights = self.task.run.floats::<N::Bits>(panel);
-            float_tiles::<S, N, 12>(s, &self.task, panel, weights, &columns.t12);
-            float_tiles::<S, N, 4>(s, &self.task, panel, weights, &columns.t4);
-            float_tiles::<S, N, 2>(s, &self.task, panel, weights, &columns.t2);
-            float_tiles::<S, N, 1>(s, &self.task, panel, weights, &columns.t1);
+        float_tiles::<S, N, 12>(s, &self.task, &columns.t12);
+        float_tiles::<S, N, 4>(s, &self.task, &columns.t4);
+        float_tiles::<S, N, 2>(s, &self.task, &columns.t2);
+        float_tiles::<S, N, 1>(s, &self.task, &columns.t1);
+    }
+}
+
+#[inline(always)]
+fn quant_tiles<S: Simd, F: Format, const T: usize>(s: S, task: &Task<'_>, set: &TileSet<T, ActBlock<T>>) {
+    if T > S::MAX_TOKENS {
+        return;
+    }
+    for (token, blocks) in set.tiles() {
+        for panel in task.panels.clone() {
+            let records = task.run.quantised::<F>(panel);
+            let sums = segments_sum(s, task.job.w.segment_ends(), GROUP, |steps| {
+                quant_tile::<S, F, T>(s, &records[steps.clone()], &blocks[steps])
+            });
+            // SAFETY: the task holds the panel.
+            unsafe { write_tile(s, task, panel, token, sums) };
         }
     }
 }
 
 #[inline(always)]
-fn quant_tiles<S: Simd, F: Format, const T: usize>(
-    s: S,
-    task: &Task<'_>,
-    panel: usize,
-    (scales, codes): (&[F::Scales], &[F::Codes]),
-    set: &TileSet<T, ActBlock<T>>,
-) {
-    if T > S::MAX_TOKENS {
-        return;
-    }
-    for (token, blocks) in set.tiles() {
-        let sums = segments_sum(s, task.job.w.segment_ends(), GROUP, |steps| {
-            quant_tile::<S, F, T>(s, &scales[steps.clone()], &codes[steps.clone()], &blocks[steps])
-        });
-        // SAFETY: the task holds the panel.
-        unsafe { write_tile(s, task, panel, token, sums) };
-    }
-}
-
-#[inline(always)]
-fn float_tiles<S: Simd, N: Element, const T: usize>(
-    s: S,
-    task: &Task<'_>,
-    panel: usize,
-    weights: &[[N::Bits; LANES]],
-    set: &TileSet<T, [f32; T]>,
-) {
+fn float_tiles<S: Simd, N: Element, const T: usize>(s: S, task: &Task<'_>, set: &TileSet<T, [f32; T]>) {
     if T > S::MAX_TOKENS {
         return;
     }
     for (token, columns) in set.tiles() {
-        let sums = segments_sum(s, task.job.w.segment_ends(), 1, |steps| {
-            let mut acc = [s.splat(0.0); T];
-            for (w, x) in weights[steps.clone()].iter().zip(&columns[steps]) {
-                let w = N::load(s, w);
-                for t in 0..T {
-                    acc[t] = s.fma(s.splat(x[t]), w, acc[t]);
-                }
-            }
-            acc
-        });
-        // SAFETY: the task holds the panel.
-        unsafe { write_tile(s, task, panel, token, sums) };
+        for panel in task.panels.clone() {
+            let weights = task.run.floats::<N::Bits>(panel);
+            let sums = segments_sum(s, task.job.w.segment_ends(), 1, |steps| {
+                float_tile::<S, N, T>(s, &weights[steps.clone()], &columns[steps])
+            });
+            // SAFETY: the task holds the panel.
+            unsafe { write_tile(s, task, panel, token, sums) };
+        }
     }
+}
+
+#[inline(always)]
+fn float_tile<S: Simd, N: Element, const T: usize>(
+    s: S,
+    weights: &[[N::Bits; LANES]],
+    columns: &[[f32; T]],
+) -> [S::F; T] {
+    let mut acc = [s.splat(0.0); T];
+    for (w, x) in weights.iter().zip(columns) {
+        let w = N::load(s, w);
+        for t in 0..T {
+            acc[t] = s.fma(s.splat(x[t]), w, acc[t]);
+        }
+    }
+    acc
 }
 
 /// # Safety
@@ -190,13 +187,12 @@ fn segments_sum<S: Simd, const T: usize>(
 #[inline(always)]
 fn quant_tile<S: Simd, F: Format, const T: usize>(
     s: S,
-    scales: &[F::Scales],
-    codes: &[F::Codes],
+    records: &[Record<F>],
     blocks: &[ActBlock<T>],
 ) -> [S::F; T] {
     let mut acc = [s.splat(0.0); T];
-    for ((scales, codes), block) in scales.iter().zip(codes).zip(blocks) {
-        let numbers = scales.as_ref();
+    for (record, block) in records.iter().zip(blocks) {
+        let (numbers, codes) = (record.scales.as_ref(), &record.codes);
         let scale = numbers[0].load(s);
         if F::SPLIT {
             add_part::<S, F, T>(s, (scale, codes), block, 0..QUADS / 2, &mut acc);

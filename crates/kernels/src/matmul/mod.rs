@@ -17,7 +17,8 @@
 //! **Segments** are each summed from zero, then added pairwise: `(s0 + s1) + (s2 + s3)`, and so on, when their
 //! number is a power of two, in sequence otherwise. The bias is added last.
 //!
-//! Tasks are runs of panels; every task walks the whole batch, so weights are read once a batch.
+//! Tasks are runs of panels that fit the second-level cache; every task walks the whole batch tile by tile, so
+//! weights come from memory once a batch, and a tile's activations stay in the first-level cache.
 
 mod kernel;
 mod reference;
@@ -86,12 +87,21 @@ pub fn matmul(exec: &Exec, w: &PackedMatrix, x: &[f32], bias: Option<&[f32]>, y:
     });
 }
 
+/// Weights a task has at most, so that they stay in the second-level cache while its batch passes over them.
+const TASK_BYTES: usize = 256 << 10;
+
 /// Cuts the panels of all runs into tasks, about four a thread so that threads finish together.
 fn split(runs: &[Run], n_threads: usize) -> Vec<(&Run, std::ops::Range<usize>)> {
     let n_panels: usize = runs.iter().map(Run::n_panels).sum();
-    let per_task = if n_threads == 1 { n_panels.max(1) } else { n_panels.div_ceil(n_threads * 4).max(1) };
-    let of_run = |run: &Run| (0..run.n_panels()).step_by(per_task);
-    runs.iter().flat_map(|run| of_run(run).map(move |p| (run, p..run.n_panels().min(p + per_task)))).collect()
+    let fair = if n_threads == 1 { n_panels } else { n_panels.div_ceil(n_threads * 4) };
+    let of_run = |run: &Run| {
+        let cached = TASK_BYTES / run.panel_bytes().max(1);
+        let per_task = fair.min(cached).max(1);
+        (0..run.n_panels()).step_by(per_task).map(move |p| p..(p + per_task))
+    };
+    runs.iter()
+        .flat_map(|run| of_run(run).map(move |panels| (run, panels.start..panels.end.min(run.n_panels()))))
+        .collect()
 }
 
 impl Job<'_> {
@@ -106,13 +116,15 @@ impl Job<'_> {
         debug_assert!(token < self.n_tokens);
         // SAFETY: the task alone writes this panel's columns.
         let y = unsafe { self.y.slice(token * self.w.n_out() + first, n) };
-        match self.bias {
-            Some(bias) => {
+        match (self.bias, y.as_mut_array::<LANES>()) {
+            // The usual case, without a call to copy sixteen numbers.
+            (None, Some(y)) => *y = *sums,
+            (None, None) => y.copy_from_slice(&sums[..n]),
+            (Some(bias), _) => {
                 for ((y, sum), bias) in y.iter_mut().zip(sums).zip(&bias[first..]) {
                     *y = sum + bias;
                 }
             }
-            None => y.copy_from_slice(&sums[..n]),
         }
     }
 }

@@ -64,10 +64,10 @@ fn quantised<F: Format>(
     columns: std::ops::Range<usize>,
     blocks: &[(f32, [i8; GROUP])],
 ) -> f32 {
-    let (scales, codes) = run.quantised::<F>(out / LANES);
+    let records = run.quantised::<F>(out / LANES);
     let offset = i32::from(F::TYPE.offset());
     (columns.start / GROUP..columns.end / GROUP).fold(0.0, |mut acc, i| {
-        let group = F::get(&scales[i], &codes[i], out % LANES);
+        let group = records[i].get(out % LANES);
         let (d, q) = &blocks[i];
         let parts = if F::SPLIT { 2 } else { 1 };
         let len = GROUP / parts;

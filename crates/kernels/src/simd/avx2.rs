@@ -139,14 +139,27 @@ impl Simd for Avx2 {
         intrinsics!((_mm256_set1_epi32(x), _mm256_set1_epi32(x)))
     }
     #[inline(always)]
-    fn store_i8(self, a: Self::F, to: &mut [i8; LANES]) {
+    fn sum_lanes(self, a: Self::F) -> f32 {
+        intrinsics!(sum_lanes_256(_mm256_add_ps(a.0, a.1)))
+    }
+    #[inline(always)]
+    fn prefetch<T>(self, at: &T) {
+        intrinsics!(_mm_prefetch::<_MM_HINT_T1>(std::ptr::from_ref(at).cast()));
+    }
+    #[inline(always)]
+    fn max_lane(self, a: Self::F) -> f32 {
+        intrinsics!(max_lane_256(_mm256_max_ps(a.0, a.1)))
+    }
+    #[inline(always)]
+    fn store_i8(self, a: Self::F, to: &mut [i8; LANES]) -> i32 {
         intrinsics!({
             // Packing works within 128-bit halves; the permutation puts the words back in order.
             let words = _mm256_packs_epi32(_mm256_cvtps_epi32(a.0), _mm256_cvtps_epi32(a.1));
             let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
             let bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words));
             _mm_storeu_si128(to.as_mut_ptr().cast(), bytes);
-        });
+            sum_of_bytes(bytes)
+        })
     }
     #[inline(always)]
     fn load_bytes(self, x: &[u8; 4 * LANES]) -> Self::B {
@@ -207,4 +220,44 @@ impl Simd for Avx2 {
             (half(acc.0, w.0, even, odd), half(acc.1, w.1, even, odd))
         })
     }
+}
+
+/// The sum of eight lanes by halves.
+///
+/// # Safety
+/// The processor must have AVX2.
+#[inline(always)]
+pub(super) unsafe fn sum_lanes_256(a: __m256) -> f32 {
+    intrinsics!({
+        let a = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+        let a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+        _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)))
+    })
+}
+
+/// The largest of eight lanes.
+///
+/// # Safety
+/// The processor must have AVX2.
+#[inline(always)]
+pub(super) unsafe fn max_lane_256(a: __m256) -> f32 {
+    intrinsics!({
+        let a = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+        let a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+        _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)))
+    })
+}
+
+/// The sum of sixteen signed bytes.
+///
+/// # Safety
+/// The processor must have AVX2.
+#[inline(always)]
+pub(super) unsafe fn sum_of_bytes(bytes: __m128i) -> i32 {
+    intrinsics!({
+        // Made unsigned by adding 128 to each, which is taken off the sum again.
+        let unsigned = _mm_xor_si128(bytes, _mm_set1_epi8(-128));
+        let halves = _mm_sad_epu8(unsigned, _mm_setzero_si128());
+        _mm_cvtsi128_si32(_mm_add_epi64(halves, _mm_unpackhi_epi64(halves, halves))) - 128 * LANES as i32
+    })
 }

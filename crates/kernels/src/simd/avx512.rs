@@ -2,7 +2,10 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, LANES, Simd};
+use super::{
+    Kernel, LANES, Simd,
+    avx2::{max_lane_256, sum_lanes_256, sum_of_bytes},
+};
 
 /// Proof that this processor has AVX-512 F, BW, DQ, VL and VNNI.
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +45,7 @@ impl Simd for Avx512 {
     type I = __m512i;
     type B = __m512i;
     const MAX_TOKENS: usize = 12;
-    const MAX_QUERIES: usize = 4;
+    const MAX_QUERIES: usize = 6;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {
@@ -119,11 +122,30 @@ impl Simd for Avx512 {
         intrinsics!(_mm512_set1_epi32(x))
     }
     #[inline(always)]
-    fn store_i8(self, a: Self::F, to: &mut [i8; LANES]) {
+    fn sum_lanes(self, a: Self::F) -> f32 {
+        intrinsics!({
+            let high = _mm512_extractf32x8_ps::<1>(a);
+            sum_lanes_256(_mm256_add_ps(_mm512_castps512_ps256(a), high))
+        })
+    }
+    #[inline(always)]
+    fn prefetch<T>(self, at: &T) {
+        intrinsics!(_mm_prefetch::<_MM_HINT_T1>(std::ptr::from_ref(at).cast()));
+    }
+    #[inline(always)]
+    fn max_lane(self, a: Self::F) -> f32 {
+        intrinsics!({
+            let high = _mm512_extractf32x8_ps::<1>(a);
+            max_lane_256(_mm256_max_ps(_mm512_castps512_ps256(a), high))
+        })
+    }
+    #[inline(always)]
+    fn store_i8(self, a: Self::F, to: &mut [i8; LANES]) -> i32 {
         intrinsics!({
             let bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a));
             _mm_storeu_si128(to.as_mut_ptr().cast(), bytes);
-        });
+            sum_of_bytes(bytes)
+        })
     }
     #[inline(always)]
     fn load_bytes(self, x: &[u8; 4 * LANES]) -> Self::B {

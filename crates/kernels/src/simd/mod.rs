@@ -36,7 +36,7 @@ pub(crate) trait Simd: Copy + Send + Sync {
     type B: Copy;
     /// Tokens a matmul tile has at most: what the registers hold (12, 4 or 2).
     const MAX_TOKENS: usize;
-    /// Queries an attention group has at most (4 or 2).
+    /// Queries an attention group has at most (6 or 2).
     const MAX_QUERIES: usize;
 
     fn splat(self, x: f32) -> Self::F;
@@ -65,8 +65,15 @@ pub(crate) trait Simd: Copy + Send + Sync {
 
     fn to_f32(self, a: Self::I) -> Self::F;
     fn splat_i32(self, x: i32) -> Self::I;
-    /// Nearest integers of numbers within -127..=127, as bytes.
-    fn store_i8(self, a: Self::F, to: &mut [i8; LANES]);
+    /// The sum of the lanes by halves: `i` with `i + 8`, then `+ 4`, `+ 2`, `+ 1`.
+    fn sum_lanes(self, a: Self::F) -> f32;
+    /// Asks for the line of memory at `at`, which is read soon. Into the second-level cache: twice as fast as
+    /// into the first, which has fewer misses in flight.
+    fn prefetch<T>(self, at: &T);
+    /// The largest lane; no lane may be NaN.
+    fn max_lane(self, a: Self::F) -> f32;
+    /// Stores the nearest integers (ties to even) of numbers within -127..=127 as bytes. Returns their sum.
+    fn store_i8(self, a: Self::F, to: &mut [i8; LANES]) -> i32;
 
     fn load_bytes(self, x: &[u8; 4 * LANES]) -> Self::B;
     /// The low four bits of each byte.

@@ -89,8 +89,24 @@ impl Simd for Portable {
         [x; LANES]
     }
     #[inline(always)]
-    fn store_i8(self, a: Self::F, to: &mut [i8; LANES]) {
+    fn sum_lanes(self, mut a: Self::F) -> f32 {
+        for half in [8, 4, 2, 1] {
+            for i in 0..half {
+                a[i] += a[i + half];
+            }
+        }
+        a[0]
+    }
+    #[inline(always)]
+    fn prefetch<T>(self, _at: &T) {}
+    #[inline(always)]
+    fn max_lane(self, a: Self::F) -> f32 {
+        a.into_iter().fold(f32::NEG_INFINITY, |max, a| if a > max { a } else { max })
+    }
+    #[inline(always)]
+    fn store_i8(self, a: Self::F, to: &mut [i8; LANES]) -> i32 {
         *to = a.map(|a| a.round_ties_even() as i8);
+        to.iter().map(|&q| i32::from(q)).sum()
     }
     #[inline(always)]
     fn load_bytes(self, x: &[u8; 4 * LANES]) -> Self::B {

@@ -50,13 +50,15 @@ impl Kernel for AllOps {
             s.load_f16(&self.halves),
             s.load_bf16(&self.halves),
             s.splat(self.a[0]),
+            s.splat(s.sum_lanes(a)),
         ];
         let mut out = vec![[0.0; LANES]; floats.len() + dots.len()];
         for (to, x) in out.iter_mut().zip(floats.into_iter().chain(dots)) {
             s.store(x, to);
         }
         let mut bytes = [0; LANES];
-        s.store_i8(small, &mut bytes);
+        let sum = s.store_i8(small, &mut bytes);
+        out.push([s.max_lane(small), sum as f32].repeat(LANES / 2).try_into().unwrap());
         (out, vec![bytes])
     }
 }
