@@ -12,11 +12,13 @@
 
 use std::{collections::HashMap, sync::Arc};
 
+use longreach_text::StopMatcher;
 use longreach_types::{SamplingParams, TokenId};
 
 use crate::{
     dispatch::ChoiceSpec,
     error::ServiceError,
+    gateway::from_text_error,
     random::{self, choice_seed},
 };
 
@@ -144,6 +146,8 @@ impl GenerateSpec {
         let n = check_n(options.n, prompts.len(), limits.max_choices)?;
         check_name("session_id", options.session_id.as_deref(), MAX_NAME_BYTES)?;
         check_name("cache_salt", options.cache_salt.as_deref(), MAX_SALT_BYTES)?;
+        StopMatcher::new(&options.stop, options.include_stop)
+            .map_err(|error| from_text_error(error, "stop"))?;
         let sampling = check_sampling(&options, model)?;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let max_tokens = sampling.max_tokens.max(1);

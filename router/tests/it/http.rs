@@ -358,11 +358,12 @@ async fn requests_are_counted_by_how_they_ended() {
     let (router, _decode) = simple(Plan::saying("abc")).await;
     router.http.post_json("/v1/completions", &completion(json!({}))).await;
     router.http.post_json("/v1/completions", &completion(json!({"n": 0}))).await;
+    router.http.post_json("/v1/completions", &completion(json!({"stop": [""]}))).await;
     router.http.post("/v1/completions", "{").await;
     let text = router.http.get("/metrics").await.text();
     for line in [
         "longreach_router_requests_total{method=\"completions\",code=\"OK\"} 1",
-        "longreach_router_requests_total{method=\"completions\",code=\"INVALID_ARGUMENT\"} 2",
+        "longreach_router_requests_total{method=\"completions\",code=\"INVALID_ARGUMENT\"} 3",
         "longreach_router_requests_in_flight 0",
         "longreach_router_ttft_seconds_count 1",
         "longreach_router_inter_token_latency_seconds_count 2",
