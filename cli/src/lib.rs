@@ -1,0 +1,1 @@
+//! The parts of the command that tests use too.
