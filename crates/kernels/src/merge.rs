@@ -61,18 +61,19 @@ pub(crate) fn merge_record(a: &mut [f32], b: &[f32]) {
     a[last] = e;
 }
 
-/// Calls `join(to, from)` for the pairs of the stride-halving tree over `n` parts; the result is in part 0.
+/// The pairs `(to, from)` of the stride-halving tree over `n` parts, in an order in which they can be joined;
+/// the result is in part 0.
 #[inline(always)]
-pub(crate) fn halving_tree(n: usize, mut join: impl FnMut(usize, usize)) {
-    if n.is_power_of_two() {
-        let mut stride = n / 2;
-        while stride > 0 {
-            (0..stride).for_each(|i| join(i, i + stride));
-            stride /= 2;
+pub(crate) fn halving_pairs(n: usize) -> impl Iterator<Item = (usize, usize)> {
+    (1..n).map(move |i| {
+        if n.is_power_of_two() {
+            // Every part but the first is joined once, from the last on: its stride is its highest bit.
+            let from = n - i;
+            (from ^ (1 << from.ilog2()), from)
+        } else {
+            (0, i)
         }
-    } else {
-        (1..n).for_each(|i| join(0, i));
-    }
+    })
 }
 
 /// Merges `parts`, `[n_parts][n_records][v_dim + 2]`, into `out`, `[n_records][v_dim]`: the softmax-weighted
@@ -91,10 +92,10 @@ pub fn merge_partials(exec: &Exec, merge: &Merge<'_>, parts: &[f32], out: &mut [
             for (part, local) in local.chunks_exact_mut(record).enumerate() {
                 local.copy_from_slice(&parts[part * part_len + (first + i) * record..][..record]);
             }
-            halving_tree(merge.n_parts, |to, from| {
+            for (to, from) in halving_pairs(merge.n_parts) {
                 let (head, tail) = local.split_at_mut(from * record);
                 merge_record(&mut head[to * record..][..record], &tail[..record]);
-            });
+            }
             let (acc, stats) = local[..record].split_at(merge.v_dim);
             out.copy_from_slice(acc);
             finish(out, stats[0], stats[1], merge.sink(first + i));
@@ -169,7 +170,7 @@ fn max_exp2_of_all(merge: &Merge<'_>, all_stats: &[f32], n: usize, i: usize) -> 
 /// # Panics
 /// If `parts` is not `n_parts` times as long as `out`.
 pub fn tree_sum(parts: &[f32], n_parts: usize, out: &mut [f32]) {
-    sum_by(parts, n_parts, out, |n, join| halving_tree(n, join));
+    sum_by(parts, n_parts, out, |n, join| halving_pairs(n).for_each(|(to, from)| join(to, from)));
 }
 
 /// Form `ag_rs`, last step: divides the summed `acc` of records `first_record..` by their total weight, in
@@ -189,7 +190,7 @@ pub fn finish_corrected(merge: &Merge<'_>, first_record: usize, all_stats: &[f32
             let stats = &all_stats[(part * n + record) * 2..];
             *l = scaled(stats[0], weight(stats[1], max_exp2));
         }
-        halving_tree(merge.n_parts, |to, from| weights[to] += weights[from]);
+        halving_pairs(merge.n_parts).for_each(|(to, from)| weights[to] += weights[from]);
         finish(acc, weights[0], max_exp2, merge.sink(record));
     }
 }

@@ -7,6 +7,8 @@
 //! The bytes lie tile by tile: the blocks of up to twelve tokens that a kernel has in flight are neighbours,
 //! in the order it reads them.
 
+use std::ops::Range;
+
 use crate::{
     exec::{Disjoint, Exec},
     simd::{Kernel, LANES, Simd, Vector},
@@ -40,10 +42,11 @@ pub(crate) struct TileSet<const T: usize, B> {
 }
 
 impl<const T: usize, B> TileSet<T, B> {
-    /// The tiles, each with its first token.
+    /// The tiles that start within `tokens`, each with its first token.
     #[inline(always)]
-    pub(crate) fn tiles(&self) -> impl Iterator<Item = (usize, &[B])> {
-        (0..self.n_tiles)
+    pub(crate) fn tiles(&self, tokens: &Range<usize>) -> impl Iterator<Item = (usize, &[B])> {
+        let index = |token: usize| token.saturating_sub(self.first_token).div_ceil(T).min(self.n_tiles);
+        (index(tokens.start)..index(tokens.end))
             .map(|i| (self.first_token + i * T, &self.steps[i * self.n_steps..(i + 1) * self.n_steps]))
     }
 }
@@ -248,7 +251,7 @@ mod tests {
     }
 
     fn check_tiles<const T: usize>(x: &[f32], k: usize, set: &TileSet<T, ActBlock<T>>, seen: &mut usize) {
-        for (first, blocks) in set.tiles() {
+        for (first, blocks) in set.tiles(&(0..usize::MAX)) {
             assert_eq!(first, *seen);
             *seen += T;
             for (step, block) in blocks.iter().enumerate() {

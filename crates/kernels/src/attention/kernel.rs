@@ -13,7 +13,7 @@ use super::{AttnInput, record_len, tile::Tile};
 use crate::{
     element::{Bf16, Element, F16, F32},
     expf::{exp2_lanes, pow2_exact},
-    merge::halving_tree,
+    merge::halving_pairs,
     simd::{Kernel, LANES, Simd, Vector},
 };
 
@@ -260,6 +260,8 @@ impl<N: Element, const Q: usize> Scores<'_, N, Q> {
     #[inline(always)]
     fn chunks<S: Simd, const C: usize>(&mut self, s: S, chunk: usize) {
         let mut dots = [[s.splat(0.0); C]; Q];
+        let k_dim = self.block.k.len() / self.block.size;
+        let queries = self.queries.map(|query| &query[..k_dim]);
         let rows = self.block.k.chunks_exact(self.block.size);
         let next_rows = self.block.next.0.chunks_exact(self.block.size);
         for ((d, row), next) in rows.enumerate().zip(next_rows) {
@@ -268,7 +270,9 @@ impl<N: Element, const Q: usize> Scores<'_, N, Q> {
             for c in 0..C {
                 let k = N::load(s, &keys[c]);
                 for q in 0..Q {
-                    dots[q][c] = s.fma(s.splat(self.queries[q][d]), k, dots[q][c]);
+                    // SAFETY: there are `k_dim` rows, and each query was cut to that length.
+                    let x = unsafe { *queries[q].get_unchecked(d) };
+                    dots[q][c] = s.fma(s.splat(x), k, dots[q][c]);
                 }
             }
         }
@@ -333,8 +337,9 @@ fn soften<S: Simd>(
     for x in chunks.iter_mut() {
         s.store(s.mul(s.load(x), s.splat(factor)), x);
     }
-    chunks.as_flattened_mut()[..keys.start].fill(f32::NEG_INFINITY);
-    chunks.as_flattened_mut()[keys.end..].fill(f32::NEG_INFINITY);
+    if keys.len() < chunks.as_flattened().len() {
+        mask(chunks.as_flattened_mut(), keys);
+    }
     let mut highest = s.load(&chunks[0]);
     for x in &chunks[1..] {
         highest = s.max(highest, s.load(x));
@@ -355,6 +360,12 @@ fn soften<S: Simd>(
     rescale
 }
 
+#[cold]
+fn mask(scores: &mut [f32], keys: &Range<usize>) {
+    scores[..keys.start].fill(f32::NEG_INFINITY);
+    scores[keys.end..].fill(f32::NEG_INFINITY);
+}
+
 /// The sum by halves of a power of two of vectors, then of their lanes.
 #[inline(always)]
 fn block_sum<S: Simd>(s: S, weights: &[[f32; LANES]]) -> f32 {
@@ -363,10 +374,10 @@ fn block_sum<S: Simd>(s: S, weights: &[[f32; LANES]]) -> f32 {
         [a, b] => s.sum_lanes(s.add(s.load(a), s.load(b))),
         _ => {
             let mut sums = weights.to_vec();
-            halving_tree(sums.len(), |to, from| {
+            for (to, from) in halving_pairs(sums.len()) {
                 let sum = s.add(s.load(&sums[to]), s.load(&sums[from]));
                 s.store(sum, &mut sums[to]);
-            });
+            }
             s.sum_lanes(s.load(&sums[0]))
         }
     }
@@ -393,10 +404,10 @@ impl<N: Element, const Q: usize> Kernel for Values<'_, N, Q> {
             return;
         }
         let v_dim = self.block.v_dim;
-        let wide = if S::MAX_QUERIES == 4 { 4 } else { 2 };
+        let wide = if S::MAX_QUERIES > 2 { 4 } else { 2 };
         let mut d = 0;
         while d + wide * LANES <= v_dim {
-            if S::MAX_QUERIES == 4 {
+            if S::MAX_QUERIES > 2 {
                 self.slab::<S, 4>(s, d);
             } else {
                 self.slab::<S, 2>(s, d);
@@ -426,6 +437,10 @@ impl<N: Element, const Q: usize> Values<'_, N, Q> {
                 acc[q][c] = s.mul(s.load(&from[c]), s.splat(self.rescale[q]));
             }
         }
+        let mut weights = [&self.weights[..0]; Q];
+        for q in 0..Q {
+            weights[q] = &self.weights[q * self.padded..][..self.keys.end];
+        }
         for key in self.keys.clone() {
             let (row, _) = self.block.v[key * v_dim + d..][..C * LANES].as_chunks::<LANES>();
             for c in 0..C {
@@ -434,7 +449,9 @@ impl<N: Element, const Q: usize> Values<'_, N, Q> {
                 }
                 let v = N::load(s, &row[c]);
                 for q in 0..Q {
-                    acc[q][c] = s.fma(s.splat(self.weights[q * self.padded + key]), v, acc[q][c]);
+                    // SAFETY: `key` is below `keys.end`, to which each row of weights was cut.
+                    let weight = unsafe { *weights[q].get_unchecked(key) };
+                    acc[q][c] = s.fma(s.splat(weight), v, acc[q][c]);
                 }
             }
         }

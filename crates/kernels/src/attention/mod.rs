@@ -35,7 +35,7 @@ use longreach_types::{BlockId, DcpLayout};
 use crate::{
     exec::{Disjoint, Exec},
     kv::KvArena,
-    merge::{halving_tree, merge_record},
+    merge::{halving_pairs, merge_record},
     simd::{Kernel, Simd, Vector},
 };
 use tile::{Tile, tiles};
@@ -232,11 +232,13 @@ impl Kernel for MergeShards<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         let Self { states, len, record, n_shards } = self;
-        halving_tree(n_shards, |to, from| {
+        for (to, from) in halving_pairs(n_shards) {
             let (head, tail) = states.split_at_mut(from * len);
             let pairs = head[to * len..][..len].chunks_exact_mut(record).zip(tail.chunks_exact(record));
-            pairs.for_each(|(a, b)| merge_record(a, b));
-        });
+            for (a, b) in pairs {
+                merge_record(a, b);
+            }
+        }
     }
 }
 

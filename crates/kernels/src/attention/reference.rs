@@ -8,7 +8,7 @@ use longreach_types::KvDtype;
 use super::{AttnInput, AttnSeq, record_len};
 use crate::{
     expf::{exp2, pow2_exact},
-    merge::{halving_tree, merge_record},
+    merge::{halving_pairs, merge_record},
 };
 
 pub(super) fn attention(input: &AttnInput<'_>, out: &mut [f32]) {
@@ -50,10 +50,10 @@ impl One<'_> {
                 self.add_block(j, keys, &mut shards[j % n_shards]);
             }
         }
-        halving_tree(n_shards, |to, from| {
+        for (to, from) in halving_pairs(n_shards) {
             let (head, tail) = shards.split_at_mut(from);
             merge_record(&mut head[to], &tail[0]);
-        });
+        }
         shards.swap_remove(0)
     }
 
@@ -98,7 +98,7 @@ fn block_sum(p: &[f32]) -> f32 {
     let n = p.len().next_power_of_two().max(16);
     let mut sums = vec![0.0; n];
     sums[..p.len()].copy_from_slice(p);
-    halving_tree(n, |to, from| sums[to] += sums[from]);
+    halving_pairs(n).for_each(|(to, from)| sums[to] += sums[from]);
     sums[0]
 }
 

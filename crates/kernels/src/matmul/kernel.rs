@@ -7,40 +7,38 @@ use std::{marker::PhantomData, mem::MaybeUninit, ops::Range};
 
 use longreach_types::N_SHARDS;
 
-use super::Job;
+use super::{Job, Piece};
 use crate::{
     element::Element,
-    pack::Run,
     panel::{Format, Numbers, Record},
     quant::{ActBlock, QUADS, TileSet},
     simd::{Kernel, LANES, Simd},
     stored::GROUP,
 };
 
-/// Panels of a quantised run, for the whole batch.
+/// A piece of a quantised run.
 pub(super) struct QuantTask<'a, F> {
     task: Task<'a>,
     _format: PhantomData<F>,
 }
 
-/// Panels of a float run, for the whole batch.
+/// A piece of a float run.
 pub(super) struct FloatTask<'a, N> {
     task: Task<'a>,
     _number: PhantomData<N>,
 }
 
-/// Panels that no other task holds, and the job they are part of.
+/// A piece of the result that no other task holds, and the job it is part of.
 pub(super) struct Task<'a> {
     job: &'a Job<'a>,
-    run: &'a Run,
-    panels: Range<usize>,
+    piece: Piece<'a>,
 }
 
 impl<'a> Task<'a> {
     /// # Safety
-    /// No other task may hold these panels.
-    pub(super) unsafe fn new(job: &'a Job<'a>, run: &'a Run, panels: Range<usize>) -> Self {
-        Self { job, run, panels }
+    /// No other task may hold any part of the piece.
+    pub(super) unsafe fn new(job: &'a Job<'a>, piece: Piece<'a>) -> Self {
+        Self { job, piece }
     }
 }
 
@@ -87,13 +85,13 @@ fn quant_tiles<S: Simd, F: Format, const T: usize>(s: S, task: &Task<'_>, set: &
     if T > S::MAX_TOKENS {
         return;
     }
-    for (token, blocks) in set.tiles() {
-        for panel in task.panels.clone() {
-            let records = task.run.quantised::<F>(panel);
+    for (token, blocks) in set.tiles(&task.piece.tokens) {
+        for panel in task.piece.panels.clone() {
+            let records = task.piece.run.quantised::<F>(panel);
             let sums = segments_sum(s, task.job.w.segment_ends(), GROUP, |steps| {
                 quant_tile::<S, F, T>(s, &records[steps.clone()], &blocks[steps])
             });
-            // SAFETY: the task holds the panel.
+            // SAFETY: the task holds the panel for these tokens.
             unsafe { write_tile(s, task, panel, token, sums) };
         }
     }
@@ -104,13 +102,13 @@ fn float_tiles<S: Simd, N: Element, const T: usize>(s: S, task: &Task<'_>, set: 
     if T > S::MAX_TOKENS {
         return;
     }
-    for (token, columns) in set.tiles() {
-        for panel in task.panels.clone() {
-            let weights = task.run.floats::<N::Bits>(panel);
+    for (token, columns) in set.tiles(&task.piece.tokens) {
+        for panel in task.piece.panels.clone() {
+            let weights = task.piece.run.floats::<N::Bits>(panel);
             let sums = segments_sum(s, task.job.w.segment_ends(), 1, |steps| {
                 float_tile::<S, N, T>(s, &weights[steps.clone()], &columns[steps])
             });
-            // SAFETY: the task holds the panel.
+            // SAFETY: the task holds the panel for these tokens.
             unsafe { write_tile(s, task, panel, token, sums) };
         }
     }
@@ -133,7 +131,7 @@ fn float_tile<S: Simd, N: Element, const T: usize>(
 }
 
 /// # Safety
-/// The task must hold the panel.
+/// The task must hold the panel for these tokens.
 #[inline(always)]
 unsafe fn write_tile<S: Simd, const T: usize>(
     s: S,
@@ -146,7 +144,7 @@ unsafe fn write_tile<S: Simd, const T: usize>(
     for (t, sum) in sums.into_iter().enumerate() {
         s.store(sum, &mut lanes);
         // SAFETY: this function's contract.
-        unsafe { task.job.write(task.run, panel, token + t, &lanes) };
+        unsafe { task.job.write(task.piece.run, panel, token + t, &lanes) };
     }
 }
 
