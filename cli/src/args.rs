@@ -25,6 +25,9 @@ pub(crate) enum Command {
     Chat(ChatArgs),
     /// Run the engines on one prompt, with no servers.
     Generate(GenerateArgs),
+    /// One rank of a decode group, started by another command of this program.
+    #[command(hide = true)]
+    Rank(RankArgs),
 }
 
 /// What a model is served with, whatever serves it.
@@ -132,12 +135,46 @@ pub(crate) struct GenerateArgs {
     /// Log-probabilities of the K most likely tokens with each output token.
     #[arg(long, value_name = "K")]
     pub(crate) logprobs: Option<usize>,
+    /// Run every rank of the decode group as a process of its own, joined over TCP.
+    #[arg(long)]
+    pub(crate) rank_processes: bool,
     /// Print one JSON object instead of text.
     #[arg(long)]
     pub(crate) json: bool,
 }
 
+#[derive(Clone, Debug, Args)]
+pub(crate) struct RankArgs {
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+    /// Which rank.
+    #[arg(long)]
+    pub(crate) rank: usize,
+}
+
 impl EngineArgs {
+    /// The same arguments, as a child process takes them.
+    pub(crate) fn to_args(&self, shape: GroupShape) -> Vec<String> {
+        let given = [
+            ("--model", self.model.clone()),
+            ("--decode-ranks", Some(shape.n_ranks().to_string())),
+            ("--dcp", Some(shape.dcp_size().to_string())),
+            ("--weights", Some(if self.weights == WeightForm::F32 { "f32" } else { "as-stored" }.to_owned())),
+            ("--kv-dtype", Some(self.kv_dtype.to_string())),
+            ("--kv-mib", Some(self.kv_mib.to_string())),
+            ("--max-seq-len", self.max_seq_len.map(|len| len.to_string())),
+            ("--merge", Some(if self.merge == MergeForm::AgRs { "ag_rs" } else { "a2a" }.to_owned())),
+            (
+                "--query",
+                Some(if self.query == QueryForm::Gather { "gather" } else { "replicate" }.to_owned()),
+            ),
+            ("--isa", self.isa.map(|isa| isa.to_string())),
+            ("--threads", self.threads.map(|n| n.to_string())),
+        ];
+        let flags = given.into_iter().filter_map(|(flag, value)| value.map(|value| [flag.to_owned(), value]));
+        flags.flatten().collect()
+    }
+
     /// The engine that these arguments describe, with `default_ranks` where no number was given; and the threads of a
     /// prefill worker.
     pub(crate) fn config(&self, default_ranks: usize) -> Result<(EngineConfig, usize), CliError> {

@@ -1,8 +1,8 @@
 //! `longreach generate`: the whole engine path on one prompt, with no servers.
 
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
 
-use longreach_engine::{EnginePair, Generated};
+use longreach_engine::{EngineConfig, EnginePair, Generated, GrpcTransport, Model, start_prefill};
 use longreach_proto::worker::OutputToken;
 use longreach_text::{StreamOptions, TextModel, TextStream};
 use longreach_types::{FinishReason, Prompt, RequestId, SamplingParams, TokenId};
@@ -12,7 +12,8 @@ use tokio::runtime::Handle;
 use crate::{
     args::GenerateArgs,
     error::CliError,
-    model::{self, OpenedModel},
+    model::{self, OpenedModel, blocking},
+    ranks::RankProcesses,
 };
 
 /// What `--json` prints.
@@ -66,17 +67,10 @@ pub(crate) async fn run(args: GenerateArgs) -> Result<(), CliError> {
         top_logprobs: args.logprobs,
         ..SamplingParams::default()
     };
-    sampling
-        .validate(opened.model.config.vocab_size)
-        .map_err(|error| CliError::Usage(error.to_string()))?;
+    sampling.validate(opened.model.config.vocab_size).map_err(|error| CliError::Usage(error.to_string()))?;
 
     let load_start = Instant::now();
-    let (loading, runtime, bar) = (opened.model.clone(), Handle::current(), model::progress("packing"));
-    let start = move || EnginePair::start(&loading, &config, prefill_threads, &runtime, &bar);
-    let pair = tokio::task::spawn_blocking(start)
-        .await
-        .map_err(|error| CliError::start(&error))?
-        .map_err(|error| CliError::start(&error))?;
+    let (pair, ranks) = start(&args, &opened.model, config, prefill_threads).await?;
     let load_seconds = load_start.elapsed().as_secs_f64();
 
     let (start, mut first_at) = (Instant::now(), None);
@@ -90,6 +84,9 @@ pub(crate) async fn run(args: GenerateArgs) -> Result<(), CliError> {
         .map_err(|error| CliError::start(&error))?;
     let (end, first_at) = (Instant::now(), first_at.unwrap_or(start));
     pair.stop().await.map_err(CliError::Start)?;
+    if let Some(ranks) = ranks {
+        ranks.join().await?;
+    }
 
     let timings = Timings {
         load_seconds,
@@ -108,10 +105,32 @@ pub(crate) async fn run(args: GenerateArgs) -> Result<(), CliError> {
     Ok(())
 }
 
+/// Both engines, with the ranks of the decode group as threads or as processes.
+async fn start(
+    args: &GenerateArgs,
+    model: &Model,
+    config: EngineConfig,
+    prefill_threads: usize,
+) -> Result<(EnginePair, Option<RankProcesses>), CliError> {
+    let (loading, runtime, bar) = (model.clone(), Handle::current(), model::progress("packing"));
+    if !args.rank_processes {
+        let start = move || EnginePair::start(&loading, &config, prefill_threads, &runtime, &bar);
+        return Ok((blocking(start).await?, None));
+    }
+    let engine_args = args.engine.to_args(config.shape);
+    let (decode, ranks) = RankProcesses::start(model, &config, &engine_args).await?;
+    let config = EngineConfig { n_threads: prefill_threads, ..config };
+    let transport = Arc::new(GrpcTransport::default());
+    let prefill = blocking(move || start_prefill(&loading, &config, transport, &runtime, &bar)).await?;
+    Ok((EnginePair { prefill, decode }, Some(ranks)))
+}
+
 fn prompt(args: &GenerateArgs, text: &TextModel) -> Result<Prompt, CliError> {
     let tokens = match (&args.prompt_ids, &args.prompt) {
         (Some(ids), _) => ids.iter().copied().map(TokenId).collect(),
-        (None, Some(prompt)) => text.encode_prompt(prompt).map_err(|error| CliError::Usage(error.to_string()))?,
+        (None, Some(prompt)) => {
+            text.encode_prompt(prompt).map_err(|error| CliError::Usage(error.to_string()))?
+        }
         (None, None) => Vec::new(),
     };
     if tokens.is_empty() {
@@ -119,7 +138,9 @@ fn prompt(args: &GenerateArgs, text: &TextModel) -> Result<Prompt, CliError> {
     }
     if args.resumed >= tokens.len() {
         let (n, all) = (args.resumed, tokens.len());
-        return Err(CliError::Usage(format!("--resumed is {n}, of {all} prompt ids; at least one must be prompt")));
+        return Err(CliError::Usage(format!(
+            "--resumed is {n}, of {all} prompt ids; at least one must be prompt"
+        )));
     }
     Ok(Prompt { tokens, n_resumed: args.resumed, cache_salt: Vec::new() })
 }

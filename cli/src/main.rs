@@ -6,6 +6,7 @@ mod chat;
 mod error;
 mod generate;
 mod model;
+mod ranks;
 mod signals;
 mod up;
 
@@ -50,6 +51,7 @@ fn run(cli: Cli) -> Result<(), CliError> {
             Command::Up(args) => up::run(args).await,
             Command::Chat(args) => chat::run(args).await,
             Command::Generate(args) => generate::run(args).await,
+            Command::Rank(args) => ranks::run_child(args).await,
         }
     })
 }

@@ -76,9 +76,8 @@ impl PrefillConfig {
         let door = Door::open(self.addr).await?;
         let layout_hash = model.layout_hash(&self.engine);
         let (model, config, runtime) = (model.clone(), self.engine.clone(), Handle::current());
-        let start = move || {
-            start_prefill(&model, &config, Arc::new(GrpcTransport::default()), &runtime, &progress)
-        };
+        let start =
+            move || start_prefill(&model, &config, Arc::new(GrpcTransport::default()), &runtime, &progress);
         let engine = tokio::task::spawn_blocking(start).await??;
         Ok(PrefillWorker { config: self, key, layout_hash, door, engine })
     }

@@ -11,7 +11,13 @@ pub mod worker;
 
 pub use error::WorkerError;
 
-#[allow(missing_docs, unreachable_pub, clippy::all, reason = "generated from commented .proto files")]
+#[allow(
+    missing_docs,
+    unreachable_pub,
+    clippy::all,
+    clippy::allow_attributes_without_reason,
+    reason = "generated from commented .proto files"
+)]
 mod generated {
     pub(crate) mod worker {
         tonic::include_proto!("longreach.worker.v1");

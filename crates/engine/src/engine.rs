@@ -152,7 +152,7 @@ impl<B: Backend> Engine<B> {
 
     fn take(&mut self, input: Input) -> Result<(), EngineFailure> {
         match input {
-            Input::Command(Command::Submit(arrival)) => self.arrive(arrival),
+            Input::Command(Command::Submit(arrival)) => self.arrive(*arrival),
             Input::Command(Command::FlushCache) => self.sched.flush_cache(),
             Input::Command(Command::Stop) | Input::Abandoned => self.is_stopping = true,
             Input::Delivery(delivery) => {

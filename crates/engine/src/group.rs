@@ -11,7 +11,7 @@ use std::{
 };
 
 use longreach_collective::{
-    CommConfig, CommError, Communicator,
+    CommConfig, CommError, Communicator, ConnectError,
     control::{ControlConfig, ControlLink, Leader, Reader, local_control},
     local_group,
 };
@@ -151,6 +151,15 @@ pub enum BuildError {
     /// The first collective failed.
     #[error("the group did not come together: {0}")]
     Comm(#[from] CommError),
+    /// The ranks did not find each other.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// Rank 0 leads and no other.
+    #[error("rank {rank} was started as the wrong end: rank 0 leads, all others follow")]
+    WrongEnd {
+        /// The rank.
+        rank: usize,
+    },
     /// A thread could not be started.
     #[error("thread: {0}")]
     Thread(#[from] std::io::Error),
@@ -265,13 +274,13 @@ impl Plan {
 }
 
 /// One rank, loaded, before it has peers.
-struct LoadedRank {
+pub(crate) struct LoadedRank {
     shard: ModelShard<CpuBackend>,
-    inlet: KvInlet,
+    pub(crate) inlet: KvInlet,
     deliveries: mpsc::Receiver<Delivery>,
 }
 
-fn load_rank(
+pub(crate) fn load_rank(
     model: &Model,
     config: &EngineConfig,
     rank: usize,
@@ -327,18 +336,18 @@ impl LoadedRank {
 }
 
 /// A rank's way to its peers.
-type World = Box<dyn Communicator<[f32]>>;
+pub(crate) type World = Box<dyn Communicator<[f32]>>;
 
 /// Everything the leader's thread is made of.
-struct LeaderParts {
-    rank: LoadedRank,
-    world: World,
-    control: Option<Leader>,
-    targets: Vec<RankTarget>,
-    transport: Arc<dyn KvTransport>,
+pub(crate) struct LeaderParts {
+    pub(crate) rank: LoadedRank,
+    pub(crate) world: World,
+    pub(crate) control: Option<Leader>,
+    pub(crate) targets: Vec<RankTarget>,
+    pub(crate) transport: Arc<dyn KvTransport>,
 }
 
-fn start_leader(
+pub(crate) fn start_leader(
     model: &Model,
     config: &EngineConfig,
     epoch: Epoch,
@@ -414,7 +423,7 @@ fn start_leader(
     Ok(RunningEngine { handle, threads: vec![thread], lane_tasks, _readers: readers })
 }
 
-fn start_follower(
+pub(crate) fn start_follower(
     idx: usize,
     rank: LoadedRank,
     world: World,
@@ -522,7 +531,7 @@ impl DecodeGroup {
 }
 
 /// The ranks of a group as receivers of KV.
-fn targets(model: &Model, config: &EngineConfig, endpoints: Vec<String>) -> Vec<RankTarget> {
+pub(crate) fn targets(model: &Model, config: &EngineConfig, endpoints: Vec<String>) -> Vec<RankTarget> {
     endpoints
         .into_iter()
         .enumerate()

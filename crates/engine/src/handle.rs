@@ -112,7 +112,7 @@ impl EngineInfo {
 
 /// What the engine thread takes in.
 pub(crate) enum Command {
-    Submit(Arrival),
+    Submit(Box<Arrival>),
     FlushCache,
     Stop,
 }
@@ -151,7 +151,7 @@ impl EngineHandle {
         let stream = SeqStream { events: receiver, wake: Arc::clone(&self.wake) };
         let seq = SeqId(self.next_seq.fetch_add(1, Ordering::Relaxed));
         let (accepted, verdict) = oneshot::channel();
-        let arrival = Arrival { seq, submission, events, accepted };
+        let arrival = Box::new(Arrival { seq, submission, events, accepted });
         self.commands.try_send(Command::Submit(arrival)).map_err(|error| self.refusal(&error))?;
         verdict.await.map_err(|_| self.stopped())??;
         Ok(stream)

@@ -20,6 +20,7 @@ mod intake;
 mod live;
 mod outbound;
 pub mod pair;
+pub mod process;
 pub mod rank;
 mod send;
 pub mod serve;

@@ -71,7 +71,11 @@ impl Door {
     }
 
     /// Serves `routes` until `shutdown`, then until open calls have ended.
-    pub async fn serve(self, routes: Routes, shutdown: CancellationToken) -> Result<(), tonic::transport::Error> {
+    pub async fn serve(
+        self,
+        routes: Routes,
+        shutdown: CancellationToken,
+    ) -> Result<(), tonic::transport::Error> {
         let incoming = TcpIncoming::from(self.listener).with_nodelay(Some(true));
         Server::builder()
             .initial_stream_window_size(STREAM_WINDOW_BYTES)

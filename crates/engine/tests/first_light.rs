@@ -4,9 +4,7 @@ use std::path::PathBuf;
 
 use longreach_engine::{EngineConfig, EnginePair, Model};
 use longreach_model::files::ModelFiles;
-use longreach_types::{
-    FinishReason, GroupShape, KvDtype, Prompt, RequestId, SamplingParams, TokenId,
-};
+use longreach_types::{FinishReason, GroupShape, KvDtype, Prompt, RequestId, SamplingParams, TokenId};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -35,9 +33,14 @@ async fn tokens_pass_through_both_engines_in_any_group_shape() {
         config.sched.local_prefill_max = 0;
         let runtime = tokio::runtime::Handle::current();
         let pair = EnginePair::start(&model, &config, 1, &runtime, &|_, _| {}).unwrap();
-        let prompt = Prompt { tokens: golden.input_ids.iter().map(|&id| TokenId(id)).collect(), ..Prompt::default() };
-        let sampling =
-            SamplingParams { temperature: 0.0, max_tokens: 16, ignore_eos: true, ..SamplingParams::default() };
+        let prompt =
+            Prompt { tokens: golden.input_ids.iter().map(|&id| TokenId(id)).collect(), ..Prompt::default() };
+        let sampling = SamplingParams {
+            temperature: 0.0,
+            max_tokens: 16,
+            ignore_eos: true,
+            ..SamplingParams::default()
+        };
         let id = RequestId(format!("{n_ranks}x{dcp_size}"));
         let generated = pair.generate(id, prompt, sampling, |_| {}).await.unwrap();
         let tokens: Vec<_> = generated.tokens.iter().map(|token| token.token.0).collect();

@@ -132,6 +132,8 @@ impl QkvColumns {
 /// Attention of one layer.
 #[derive(Clone, Debug)]
 pub struct AttentionShape {
+    /// Which layer.
+    pub layer: usize,
     /// Query heads.
     pub n_q_heads: usize,
     /// For each query head, its KV head among those of this rank.
@@ -228,7 +230,6 @@ pub trait Backend: Send + Sync + 'static {
     fn attend(
         &self,
         kv: &Self::Kv,
-        layer: usize,
         shape: &AttentionShape,
         batch: &BatchLayout,
         q: &Self::Tensor,

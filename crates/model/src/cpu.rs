@@ -192,7 +192,6 @@ impl Backend for CpuBackend {
     fn attend(
         &self,
         kv: &CpuKv,
-        layer: usize,
         shape: &AttentionShape,
         batch: &BatchLayout,
         q: &CpuTensor,
@@ -206,7 +205,7 @@ impl Backend for CpuBackend {
         let out = partials.resize(q.n_rows, shape.n_q_heads * record_len(shape.head_dim));
         let input = AttnInput {
             arena: &kv.arena,
-            layer,
+            layer: shape.layer,
             q: &q.data,
             q_stride: q.n_cols(),
             n_q_heads: shape.n_q_heads,

@@ -163,7 +163,7 @@ impl<B: Backend> Step<'_, B> {
             }
         };
         let shape = &shard.attention[idx];
-        self.backend.attend(kv, idx, shape, self.batch, q, &mut s.partials);
+        self.backend.attend(kv, shape, self.batch, q, &mut s.partials);
         self.merge()?;
         let s = &mut *self.scratch;
         self.backend.matmul(&layer.o, &s.merged, None, &mut s.delta);

@@ -152,11 +152,7 @@ impl<B: Backend> ModelShard<B> {
                 .iter()
                 .map(|share| share.len() * config.head_dim)
                 .collect(),
-            attention: config
-                .sliding_window
-                .iter()
-                .map(|&window| attention(&config, &heads, window))
-                .collect(),
+            attention: (0..config.n_layers).map(|layer| attention(&config, &heads, layer)).collect(),
             merge_shape: MergeShape {
                 shares: group_shares(&config, options),
                 dcp_rank: shape.dcp_rank(options.rank),
@@ -193,13 +189,14 @@ impl<B: Backend> ModelShard<B> {
     }
 }
 
-fn attention(config: &ModelConfig, heads: &HeadSplit, window: Option<usize>) -> AttentionShape {
+fn attention(config: &ModelConfig, heads: &HeadSplit, layer: usize) -> AttentionShape {
     AttentionShape {
+        layer,
         n_q_heads: heads.group_q.len(),
         kv_index: heads.kv_index(),
         head_dim: config.head_dim,
         scale: 1.0 / (config.head_dim as f32).sqrt(),
-        window,
+        window: config.sliding_window[layer],
     }
 }
 

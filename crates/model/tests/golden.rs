@@ -53,7 +53,8 @@ impl Single {
         let backend = CpuBackend::new(Exec::new(Isa::best(), 1).unwrap());
         let shard = ModelShard::load(backend, &files, &options, &|_, _| {}).unwrap();
         let kv = shard.backend.kv(&shard.kv_shape);
-        let comm = || Box::new(local_group(1, CommConfig::default()).remove(0)) as Box<dyn Communicator<[f32]>>;
+        let comm =
+            || Box::new(local_group(1, CommConfig::default()).remove(0)) as Box<dyn Communicator<[f32]>>;
         let comms = Comms { world: comm(), head_group: comm() };
         Self { shard, kv, comms, scratch: Scratch::default(), n_steps: 0 }
     }

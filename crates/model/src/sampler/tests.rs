@@ -73,7 +73,7 @@ fn a_penalty_counts_a_repeated_id_once_and_frequency_counts_every_occurrence() {
 fn end_tokens_wait_for_min_tokens() {
     let params = SamplingParams { temperature: 0.0, min_tokens: 1, ..Default::default() };
     let mut state = SamplerState::default();
-    let mut next =
+    let next =
         |state: &SamplerState| state.sample(&mut [1.0, 9.0, 2.0], &params, &[TokenId(1)]).unwrap().token;
     assert_eq!(next(&state), TokenId(2));
     state.push(TokenId(2));
