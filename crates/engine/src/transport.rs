@@ -38,9 +38,9 @@ pub trait KvTransport: Send + Sync + 'static {
 }
 
 /// KV over gRPC; always there.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct GrpcTransport {
-    channels: Mutex<HashMap<String, Channel>>,
+    channels: Arc<Mutex<HashMap<String, Channel>>>,
 }
 
 impl GrpcTransport {
@@ -70,9 +70,11 @@ impl KvTransport for GrpcTransport {
         endpoint: String,
         messages: BoxStream<'static, KvMessage>,
     ) -> BoxFuture<'static, Result<KvAck, WorkerError>> {
-        let channel = self.channel(&endpoint);
+        let transport = self.clone();
+        // The channel is made inside the task: the caller is an engine thread, which has no runtime of its own.
         Box::pin(async move {
-            KvClient::new(channel?).push(messages).await.map_err(|status| push_error(&endpoint, &status))
+            let channel = transport.channel(&endpoint)?;
+            KvClient::new(channel).push(messages).await.map_err(|status| push_error(&endpoint, &status))
         })
     }
 }
