@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Instant};
 
 use longreach_engine::{EngineConfig, EnginePair, Generated, GrpcTransport, Model, start_prefill};
 use longreach_proto::worker::OutputToken;
-use longreach_text::{StreamOptions, TextModel, TextStream};
+use longreach_text::{StreamOptions, TextError, TextModel, TextStream};
 use longreach_types::{FinishReason, Prompt, RequestId, SamplingParams, TokenId};
 use serde::Serialize;
 use tokio::runtime::Handle;
@@ -12,7 +12,7 @@ use tokio::runtime::Handle;
 use crate::{
     args::GenerateArgs,
     error::CliError,
-    model::{self, OpenedModel, blocking},
+    model::{self, OpenedFiles, blocking},
     ranks::RankProcesses,
 };
 
@@ -22,7 +22,8 @@ struct Report {
     model: String,
     prompt_ids: Vec<u32>,
     token_ids: Vec<u32>,
-    text: String,
+    /// None where the model has no tokenizer.
+    text: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     logprobs: Option<Vec<Logprobs>>,
     finish_reason: &'static str,
@@ -57,18 +58,10 @@ struct Timings {
 /// Runs the command.
 pub(crate) async fn run(args: GenerateArgs) -> Result<(), CliError> {
     let (config, prefill_threads) = args.engine.config(1)?;
-    let opened = model::open(args.engine.model.clone()).await?;
-    let prompt = prompt(&args, &opened.text)?;
-    let sampling = SamplingParams {
-        temperature: args.temperature,
-        seed: args.seed,
-        max_tokens: args.max_tokens,
-        ignore_eos: args.ignore_eos,
-        top_logprobs: args.logprobs,
-        ..SamplingParams::default()
-    };
-    sampling.validate(opened.model.config.vocab_size).map_err(|error| CliError::Usage(error.to_string()))?;
-
+    let opened = model::open_files(args.engine.model.clone(), true).await?;
+    let text = text(&args, &opened)?;
+    let prompt = prompt(&args, text.as_ref())?;
+    let sampling = sampling(&args, opened.model.config.vocab_size)?;
     let load_start = Instant::now();
     let (pair, ranks) = start(&args, &opened.model, config, prefill_threads).await?;
     let load_seconds = load_start.elapsed().as_secs_f64();
@@ -96,13 +89,38 @@ pub(crate) async fn run(args: GenerateArgs) -> Result<(), CliError> {
         decode_tokens_per_s: (generated.tokens.len() > 1)
             .then(|| (generated.tokens.len() - 1) as f64 / (end - first_at).as_secs_f64()),
     };
-    let report = report(&opened, &prompt, &generated, timings)?;
-    if args.json {
-        println!("{}", serde_json::to_string(&report).map_err(|error| CliError::start(&error))?);
-    } else {
-        println!("{}", report.text);
+    let output = text.map(|text| decode(&text, &prompt, &generated)).transpose()?;
+    if !args.json {
+        let ids =
+            || generated.tokens.iter().map(|token| token.token.to_string()).collect::<Vec<_>>().join(",");
+        println!("{}", output.unwrap_or_else(ids));
+        return Ok(());
     }
+    let report = report(opened.name, (&prompt, output), &generated, timings);
+    println!("{}", serde_json::to_string(&report).map_err(|error| CliError::start(&error))?);
     Ok(())
+}
+
+/// The model's text side. Not needed where the prompt is ids: then a model without a tokenizer gives ids, too.
+fn text(args: &GenerateArgs, opened: &OpenedFiles) -> Result<Option<TextModel>, CliError> {
+    match TextModel::load(&opened.path) {
+        Ok(text) => Ok(Some(text)),
+        Err(_) if args.prompt_ids.is_some() => Ok(None),
+        Err(error) => Err(CliError::start(&error)),
+    }
+}
+
+fn sampling(args: &GenerateArgs, vocab_size: usize) -> Result<SamplingParams, CliError> {
+    let sampling = SamplingParams {
+        temperature: args.temperature,
+        seed: args.seed,
+        max_tokens: args.max_tokens,
+        ignore_eos: args.ignore_eos,
+        top_logprobs: args.logprobs,
+        ..SamplingParams::default()
+    };
+    sampling.validate(vocab_size).map_err(|error| CliError::Usage(error.to_string()))?;
+    Ok(sampling)
 }
 
 /// Both engines, with the ranks of the decode group as threads or as processes.
@@ -125,10 +143,10 @@ async fn start(
     Ok((EnginePair { prefill, decode }, Some(ranks)))
 }
 
-fn prompt(args: &GenerateArgs, text: &TextModel) -> Result<Prompt, CliError> {
-    let tokens = match (&args.prompt_ids, &args.prompt) {
+fn prompt(args: &GenerateArgs, text: Option<&TextModel>) -> Result<Prompt, CliError> {
+    let tokens = match (&args.prompt_ids, args.prompt.as_ref().zip(text)) {
         (Some(ids), _) => ids.iter().copied().map(TokenId).collect(),
-        (None, Some(prompt)) => {
+        (None, Some((prompt, text))) => {
             text.encode_prompt(prompt).map_err(|error| CliError::Usage(error.to_string()))?
         }
         (None, None) => Vec::new(),
@@ -145,19 +163,24 @@ fn prompt(args: &GenerateArgs, text: &TextModel) -> Result<Prompt, CliError> {
     Ok(Prompt { tokens, n_resumed: args.resumed, cache_salt: Vec::new() })
 }
 
+/// The output's text.
+fn decode(text: &TextModel, prompt: &Prompt, generated: &Generated) -> Result<String, CliError> {
+    let failed = |error: TextError| CliError::start(&error);
+    let mut stream = TextStream::new(text, &prompt.tokens, StreamOptions::default()).map_err(failed)?;
+    let mut output = String::new();
+    for token in &generated.tokens {
+        output += &stream.push(token.token).map_err(failed)?.text;
+    }
+    output += &stream.finish().map_err(failed)?.text;
+    Ok(output)
+}
+
 fn report(
-    opened: &OpenedModel,
-    prompt: &Prompt,
+    model: String,
+    (prompt, text): (&Prompt, Option<String>),
     generated: &Generated,
     timings: Timings,
-) -> Result<Report, CliError> {
-    let mut stream = TextStream::new(&opened.text, &prompt.tokens, StreamOptions::default())
-        .map_err(|error| CliError::start(&error))?;
-    let mut text = String::new();
-    for token in &generated.tokens {
-        text += &stream.push(token.token).map_err(|error| CliError::start(&error))?.text;
-    }
-    text += &stream.finish().map_err(|error| CliError::start(&error))?.text;
+) -> Report {
     // JSON has no infinities: an impossible token has no log-probability.
     let finite = |logprob: f32| logprob.is_finite().then_some(logprob);
     let logprobs = generated.tokens.iter().map(|token| {
@@ -167,8 +190,8 @@ fn report(
             top: entry.top.iter().map(|top| (top.token.0, finite(top.logprob))).collect(),
         })
     });
-    Ok(Report {
-        model: opened.name.clone(),
+    Report {
+        model,
         prompt_ids: prompt.tokens.iter().map(|token| token.0).collect(),
         token_ids: generated.tokens.iter().map(|token| token.token.0).collect(),
         text,
@@ -183,5 +206,5 @@ fn report(
             cached_tokens: generated.cached_len,
         },
         timings,
-    })
+    }
 }

@@ -17,25 +17,31 @@ pub(crate) struct OpenedModel {
     pub(crate) text: TextModel,
 }
 
-/// Finds the model that `spec` asks for and opens its files. May ask the network, so it runs off the async threads.
+/// Finds the model that `spec` asks for and opens it.
 pub(crate) async fn open(spec: Option<String>) -> Result<OpenedModel, CliError> {
-    let opening = move || {
-        let resolved = resolve(spec.as_deref()).map_err(|error| CliError::start(&error))?;
-        eprintln!("model: {}", resolved.why);
-        let files = ModelFiles::open(&resolved.path).map_err(|error| CliError::start(&error))?;
-        let model = Model::open(files).map_err(|error| CliError::start(&error))?;
-        let text = TextModel::load(&resolved.path).map_err(|error| CliError::start(&error))?;
-        Ok(OpenedModel { name: resolved.name, path: resolved.path, model, text })
-    };
-    tokio::task::spawn_blocking(opening).await.map_err(|error| CliError::start(&error))?
+    let OpenedFiles { name, path, model } = open_files(spec, true).await?;
+    let text = TextModel::load(&path).map_err(|error| CliError::start(&error))?;
+    Ok(OpenedModel { name, path, model, text })
 }
 
-/// The model without its text, for a process that sees only token ids. Says nothing: its parent has.
-pub(crate) async fn open_files(spec: Option<String>) -> Result<Model, CliError> {
+/// A model without its text: all that an engine needs.
+pub(crate) struct OpenedFiles {
+    pub(crate) name: String,
+    pub(crate) path: PathBuf,
+    pub(crate) model: Model,
+}
+
+/// Finds the model that `spec` asks for and opens its files. May ask the network, so it runs off the async threads.
+/// Says what was chosen and why, unless a parent process has.
+pub(crate) async fn open_files(spec: Option<String>, says_why: bool) -> Result<OpenedFiles, CliError> {
     let opening = move || {
         let resolved = resolve(spec.as_deref()).map_err(|error| CliError::start(&error))?;
+        if says_why {
+            eprintln!("model: {}", resolved.why);
+        }
         let files = ModelFiles::open(&resolved.path).map_err(|error| CliError::start(&error))?;
-        Model::open(files).map_err(|error| CliError::start(&error))
+        let model = Model::open(files).map_err(|error| CliError::start(&error))?;
+        Ok(OpenedFiles { name: resolved.name, path: resolved.path, model })
     };
     tokio::task::spawn_blocking(opening).await.map_err(|error| CliError::start(&error))?
 }

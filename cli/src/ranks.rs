@@ -170,7 +170,7 @@ fn peers(group: &GroupAddrs) -> Peers {
 /// `longreach rank`: what a child runs.
 pub(crate) async fn run_child(args: RankArgs) -> Result<(), CliError> {
     let (config, _) = args.engine.config(1)?;
-    let opened = model::open_files(args.engine.model.clone()).await?;
+    let model = model::open_files(args.engine.model.clone(), false).await?.model;
     let own = bind().await?;
     println!("{}", serde_json::to_string(&own.addrs).map_err(|error| CliError::start(&error))?);
     let mut input = BufReader::new(tokio::io::stdin()).lines();
@@ -179,7 +179,7 @@ pub(crate) async fn run_child(args: RankArgs) -> Result<(), CliError> {
     let group: GroupAddrs = serde_json::from_str(&line).map_err(|error| CliError::start(&error))?;
     let peers = peers(&group);
     let (idx, epoch) = (args.rank, peers.epoch);
-    let rank = blocking(move || ProcessRank::load(&opened, &config, (idx, epoch), &|_, _| {})).await?;
+    let rank = blocking(move || ProcessRank::load(&model, &config, (idx, epoch), &|_, _| {})).await?;
     let (tasks, close) = (TaskTracker::new(), CancellationToken::new());
     serve(own.door, &rank, (&tasks, &close));
     let (listener, runtime) = (own.peer, Handle::current());
