@@ -204,10 +204,7 @@ impl Choice {
         if let Some(reason) = self.reason_to_end() {
             return Ok(Some(self.finish(reason)));
         }
-        tracing::warn!(
-            request = %self.call.request_id, worker = ?fault.worker, cause = %fault.cause,
-            n_emitted = self.emitted.len(), "output interrupted"
-        );
+        self.log(&fault);
         self.failures.since.get_or_insert_with(Instant::now);
         let retry_elsewhere = match fault.worker.clone() {
             Some(worker) if !self.failures.workers.contains(&worker) => {
@@ -228,6 +225,18 @@ impl Choice {
             tokio::time::sleep(self.pause()).await;
         }
         Ok(None)
+    }
+
+    /// The first failure in a row is news; that the search goes on is not.
+    fn log(&self, fault: &Fault) {
+        let Fault { worker, cause } = fault;
+        let worker = worker.as_ref().map(tracing::field::display);
+        let (request, n_emitted) = (&self.call.request_id, self.emitted.len());
+        if self.failures.since.is_none() {
+            tracing::warn!(%request, worker, %cause, n_emitted, "output interrupted, looking for another worker");
+        } else {
+            tracing::debug!(%request, worker, %cause, n_emitted, "output still interrupted");
+        }
     }
 
     /// Whether no further attempt is made.

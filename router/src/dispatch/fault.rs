@@ -23,8 +23,11 @@ pub(crate) struct Fault {
 /// How a leg failed. Each variant is another decision.
 #[derive(Clone, Debug)]
 pub(crate) enum Cause {
-    /// The worker or its connection is gone, or the hand-off was spoilt: another attempt may succeed.
+    /// The worker or its connection is gone: another attempt may succeed.
     Lost(String),
+    /// The worker gave the attempt up, perhaps through no fault of its own: a hand-off was spoilt, an epoch ended.
+    /// Another attempt may succeed.
+    Aborted(String),
     /// No worker of a role is there: one may come.
     Nobody(&'static str),
     /// Workers are there, but none that fits.
@@ -52,9 +55,8 @@ impl Fault {
             Code::ResourceExhausted if !is_local => Cause::Busy(message()),
             Code::FailedPrecondition => Cause::Mismatch(message()),
             Code::DeadlineExceeded => Cause::Deadline,
-            Code::Unavailable | Code::Aborted | Code::DataLoss | Code::Cancelled | Code::Unknown => {
-                Cause::Lost(message())
-            }
+            Code::Aborted | Code::DataLoss => Cause::Aborted(message()),
+            Code::Unavailable | Code::Cancelled | Code::Unknown => Cause::Lost(message()),
             _ if is_local => Cause::Lost(message()),
             _ => Cause::Broken(message()),
         };
@@ -82,7 +84,7 @@ impl Fault {
 
     /// Whether another attempt may succeed where this failed.
     pub(crate) fn is_retryable(&self) -> bool {
-        matches!(self.cause, Cause::Lost(_) | Cause::Nobody(_) | Cause::NoneFits(_))
+        matches!(self.cause, Cause::Lost(_) | Cause::Aborted(_) | Cause::Nobody(_) | Cause::NoneFits(_))
     }
 
     /// What the fault says about the worker.
@@ -90,7 +92,8 @@ impl Fault {
         match self.cause {
             Cause::Lost(_) | Cause::Broken(_) => Outcome::Fault,
             Cause::Busy(_) => Outcome::Backpressure,
-            Cause::Nobody(_)
+            Cause::Aborted(_)
+            | Cause::Nobody(_)
             | Cause::NoneFits(_)
             | Cause::Invalid(_)
             | Cause::Mismatch(_)
@@ -101,7 +104,7 @@ impl Fault {
     /// What the client is told when it is not tried again.
     pub(crate) fn into_error(self, retry_after: Duration, stage: Stage) -> ServiceError {
         match self.cause {
-            Cause::Lost(problem) => {
+            Cause::Lost(problem) | Cause::Aborted(problem) => {
                 ServiceError::Unavailable { problem: format!("workers were lost: {problem}"), retry_after }
             }
             Cause::Nobody(role) => {
@@ -123,6 +126,7 @@ impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Lost(problem)
+            | Self::Aborted(problem)
             | Self::Busy(problem)
             | Self::Invalid(problem)
             | Self::Mismatch(problem)
