@@ -264,6 +264,21 @@ impl Plan {
         Ok(Self { dcp, n_blocks, max_seq_len })
     }
 
+    fn setup(&self, model: &Model, config: &EngineConfig, targets: Vec<RankTarget>) -> EngineSetup {
+        EngineSetup {
+            layout: model.kv_layout(config),
+            dcp: self.dcp,
+            shape: config.shape,
+            targets,
+            eos: model.config.eos.clone(),
+            vocab_size: model.config.vocab_size,
+            max_seq_len: self.max_seq_len,
+            handoff_timeout: config.handoff_timeout,
+            // A new hasher's keys are random, which makes this number unlike that of any other life.
+            nonce: RandomState::new().hash_one(self.n_blocks),
+        }
+    }
+
     fn scheduler(&self, config: &EngineConfig, epoch: Epoch) -> Result<Scheduler, BuildError> {
         let n_blocks = u32::try_from(self.n_blocks).unwrap_or(u32::MAX);
         let kv = KvManager::new(KvConfig::new(self.dcp, n_blocks));
@@ -370,17 +385,7 @@ pub(crate) fn start_leader(
         }
         None => (None, Vec::new()),
     };
-    let setup = EngineSetup {
-        layout: model.kv_layout(config),
-        dcp: plan.dcp,
-        shape: config.shape,
-        targets: parts.targets,
-        eos: model.config.eos.clone(),
-        vocab_size: model.config.vocab_size,
-        max_seq_len: plan.max_seq_len,
-        handoff_timeout: config.handoff_timeout,
-        nonce: RandomState::new().hash_one(epoch),
-    };
+    let setup = plan.setup(model, config, parts.targets);
     let sched = plan.scheduler(config, epoch)?;
     let (info, info_out) = watch::channel(EngineInfo {
         epoch,

@@ -1,0 +1,27 @@
+//! Serving under signals, for roles whose `serve` drains by itself when a token is cancelled.
+
+use std::future::Future;
+
+use tokio_util::sync::CancellationToken;
+
+use crate::signals::Signals;
+
+/// Runs `serving`; the first signal cancels `shutdown`, which asks it to drain. `None` if a second signal came before
+/// it had: then it was dropped where it was.
+pub async fn serve_until_signal<F: Future>(
+    signals: &mut Signals,
+    shutdown: &CancellationToken,
+    serving: F,
+) -> Option<F::Output> {
+    tokio::pin!(serving);
+    // Waiting for a signal is cancel-safe; `serving` is polled on until it ends or is given up for good.
+    tokio::select! {
+        outcome = &mut serving => return Some(outcome),
+        signal = signals.next() => tracing::info!(?signal, "draining; once more ends it at once"),
+    }
+    shutdown.cancel();
+    tokio::select! {
+        outcome = &mut serving => Some(outcome),
+        _ = signals.next() => None,
+    }
+}
