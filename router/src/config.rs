@@ -13,7 +13,7 @@ use crate::{
     http::StreamConfig,
     metrics::Metrics,
     ops::Operations,
-    request::RequestLimits,
+    request::{RequestLimits, SamplingDefaults},
     server::Router,
     workers::{Pool, WorkerConfig},
 };
@@ -29,6 +29,8 @@ pub struct RouterConfig {
     pub model_name: String,
     /// What requests may ask.
     pub limits: RequestLimits,
+    /// What requests that leave it open get.
+    pub sampling: SamplingDefaults,
     /// How workers are kept in touch with.
     pub workers: WorkerConfig,
     /// What is done when workers are lost.
@@ -88,6 +90,7 @@ impl RouterConfig {
             http_addr: loopback,
             model_name: model_name.into(),
             limits: RequestLimits::default(),
+            sampling: SamplingDefaults::default(),
             workers: WorkerConfig::default(),
             recovery: RecoveryConfig::default(),
             streams: StreamConfig::default(),
@@ -153,6 +156,7 @@ impl RouterConfig {
             model_name: self.model_name.clone(),
             text,
             limits: self.limits,
+            sampling: self.sampling,
             dispatcher,
             metrics,
             admission: Arc::new(Semaphore::new(self.limits.max_inflight)),

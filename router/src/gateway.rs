@@ -18,7 +18,9 @@ use crate::{
     error::ServiceError,
     metrics::{Metrics, RequestMeter},
     output::{Generation, GenerationParts},
-    request::{self, ChatDraft, Draft, GenerateSpec, ModelLimits, PromptDraft, RequestLimits},
+    request::{
+        self, ChatDraft, Draft, GenerateSpec, ModelLimits, PromptDraft, RequestLimits, SamplingDefaults,
+    },
 };
 
 /// Text up to this many bytes is tokenized where it is; more would keep other requests of the thread waiting.
@@ -29,6 +31,7 @@ pub(crate) struct Gateway {
     pub(crate) model_name: String,
     pub(crate) text: TextModel,
     pub(crate) limits: RequestLimits,
+    pub(crate) sampling: SamplingDefaults,
     pub(crate) dispatcher: Arc<Dispatcher>,
     pub(crate) metrics: Metrics,
     pub(crate) admission: Arc<Semaphore>,
@@ -75,7 +78,7 @@ impl Gateway {
         for prompt in draft.prompts {
             prompts.push(self.encode(prompt).await?);
         }
-        let spec = GenerateSpec::check(prompts, draft.options, limits, &self.limits)?;
+        let spec = GenerateSpec::check(prompts, draft.options.or(&self.sampling), limits, &self.limits)?;
         Ok((spec, admitted))
     }
 

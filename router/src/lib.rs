@@ -37,6 +37,6 @@ pub use config::{ConfigError, RouterConfig, ServingConfig};
 pub use discovery::WorkerSource;
 pub use dispatch::RecoveryConfig;
 pub use http::StreamConfig;
-pub use request::RequestLimits;
+pub use request::{RequestLimits, SamplingDefaults};
 pub use server::{BoundRouter, Router, ServeError};
 pub use workers::WorkerConfig;

@@ -52,6 +52,21 @@ impl Default for RequestLimits {
     }
 }
 
+/// What a request that says nothing gets, instead of plain sampling at temperature 1: what the model's makers advise.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SamplingDefaults {
+    /// Instead of 1.
+    pub temperature: Option<f32>,
+    /// Instead of off.
+    pub top_k: Option<u32>,
+    /// Instead of 1.
+    pub top_p: Option<f32>,
+    /// Instead of 0.
+    pub min_p: Option<f32>,
+    /// Instead of 1.
+    pub repetition_penalty: Option<f32>,
+}
+
 /// A request as a client wrote it, in the words of no face.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Draft {
@@ -101,6 +116,18 @@ pub(crate) struct Options {
     pub(crate) session_id: Option<String>,
     pub(crate) cache_salt: Option<String>,
     pub(crate) priority: i32,
+}
+
+impl Options {
+    /// Fills what the client left open.
+    pub(crate) fn or(mut self, defaults: &SamplingDefaults) -> Self {
+        self.temperature = self.temperature.or(defaults.temperature);
+        self.top_k = self.top_k.or(defaults.top_k.map(i64::from));
+        self.top_p = self.top_p.or(defaults.top_p);
+        self.min_p = self.min_p.or(defaults.min_p);
+        self.repetition_penalty = self.repetition_penalty.or(defaults.repetition_penalty);
+        self
+    }
 }
 
 /// What the workers can hold.
@@ -362,6 +389,13 @@ mod tests {
         let cold = check(8, Options { temperature: Some(-1e-4), ..Default::default() }).unwrap_err();
         assert_eq!(cold.field(), Some("temperature"));
         assert_eq!(sampling(Options::default()).temperature, 1.0);
+        let advised = SamplingDefaults { temperature: Some(0.2), top_k: Some(40), ..Default::default() };
+        let filled = sampling(Options { top_k: Some(0), ..Default::default() }.or(&advised));
+        assert_eq!(
+            (filled.temperature, filled.top_k),
+            (0.2, 0),
+            "a client's own word counts, also where it is \"off\""
+        );
     }
 
     #[test]
