@@ -18,7 +18,8 @@ pub(crate) async fn run(args: ChatArgs) -> Result<(), CliError> {
     let models = ModelServiceClient::new(channel.clone()).list_models(ListModelsRequest::default()).await;
     let models = models.map_err(|status| failed(&status))?.into_inner().models;
     let model = models.into_iter().next().map(|model| model.name);
-    let model = model.ok_or_else(|| CliError::Start(format!("the cluster at {} serves no model", args.grpc)))?;
+    let model =
+        model.ok_or_else(|| CliError::Start(format!("the cluster at {} serves no model", args.grpc)))?;
     let mut chat = Chat { client: InferenceServiceClient::new(channel), model, args, messages: Vec::new() };
     if let Some(system) = chat.args.system.clone() {
         chat.messages.push(message("system", system));
@@ -75,7 +76,9 @@ async fn connect(addr: &str) -> Result<Channel, CliError> {
     let endpoint = Endpoint::from_shared(format!("http://{addr}"))
         .map_err(|error| CliError::Usage(format!("--grpc {addr}: {error}")))?;
     endpoint.tcp_nodelay(true).connect().await.map_err(|_| {
-        CliError::Start(format!("no cluster answers at {addr}; start one with `longreach up`, or give --grpc"))
+        CliError::Start(format!(
+            "no cluster answers at {addr}; start one with `longreach up`, or give --grpc"
+        ))
     })
 }
 

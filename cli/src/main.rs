@@ -1,6 +1,7 @@
 //! `longreach`: one command for people. Configuration, build, serve, drain; the work is in the libraries.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a command speaks to people on the terminal")]
 
+mod advice;
 mod args;
 mod chat;
 mod error;
@@ -15,7 +16,10 @@ use std::process::ExitCode;
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
 
-use crate::{args::{Cli, Command}, error::CliError};
+use crate::{
+    args::{Cli, Command},
+    error::CliError,
+};
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {

@@ -13,7 +13,8 @@ fn golden_dir(name: &str) -> PathBuf {
 fn generate(name: &str, args: &[&str]) -> (Value, Value) {
     let dir = golden_dir(name);
     let golden: Value = serde_json::from_slice(&std::fs::read(dir.join("golden.json")).unwrap()).unwrap();
-    let ids = golden["input_ids"].as_array().unwrap().iter().map(Value::to_string).collect::<Vec<_>>().join(",");
+    let ids =
+        golden["input_ids"].as_array().unwrap().iter().map(Value::to_string).collect::<Vec<_>>().join(",");
     let output = Command::new(env!("CARGO_BIN_EXE_longreach"))
         .args(["generate", "--model", dir.to_str().unwrap(), "--prompt-ids", &ids, "--max-tokens", "16"])
         .args(["--ignore-eos", "--json", "--kv-dtype", "f32", "--kv-mib", "8", "--local-prefill-max", "0"])
