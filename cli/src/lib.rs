@@ -1,1 +1,3 @@
 //! The parts of the command that tests use too.
+
+pub mod local;
