@@ -182,6 +182,15 @@ async fn a_prefill_that_fails_is_repeated_and_its_reservation_given_back() {
 }
 
 #[tokio::test]
+async fn a_prefill_worker_lost_after_the_group_decodes_is_not_missed() {
+    let lost = Plan { lost_at_handoff: true, ..Plan::default() };
+    let slow = Plan { pace: Duration::from_millis(10), ..Plan::default() };
+    let (router, prefill, decode) = pair(lost, slow.split()).await;
+    assert_eq!(say(&router, 12).await.unwrap(), undisturbed(12).await);
+    assert_eq!((prefill.calls().len(), decode.calls().len()), (1, 1));
+}
+
+#[tokio::test]
 async fn a_first_token_that_ends_the_output_needs_no_group() {
     let (router, prefill, decode) = pair(Plan::default(), Plan::default().split()).await;
     assert_eq!(say(&router, 1).await.unwrap().len(), 1);

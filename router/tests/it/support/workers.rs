@@ -47,6 +47,8 @@ pub(crate) struct Plan {
     pub(crate) hang_after: Option<usize>,
     /// Ends the stream without a finish after this many tokens of this call.
     pub(crate) cut_after: Option<usize>,
+    /// A prefill worker that hands everything over and is then lost before it can say so.
+    pub(crate) lost_at_handoff: bool,
     /// Stops its whole process, so to speak, after this many tokens of this call: connections stay open and nobody
     /// answers.
     pub(crate) freeze_after: Option<usize>,
@@ -68,6 +70,7 @@ impl Default for Plan {
             fail_after: None,
             hang_after: None,
             cut_after: None,
+            lost_at_handoff: false,
             freeze_after: None,
             skip_idx: None,
             pace: Duration::ZERO,
@@ -501,6 +504,10 @@ impl PrefillHandler for PrefillDouble {
                     }
                     1 if finish.is_none() => {
                         handoffs.complete(handoff);
+                        if plan.lost_at_handoff {
+                            tokio::time::sleep(Duration::from_millis(50)).await;
+                            return Some((Err(WorkerError::Unavailable("lost")), (usize::MAX, open)));
+                        }
                         PrefillEvent::HandoffDone { sent_bytes: 1 }
                     }
                     _ => return None,
