@@ -169,17 +169,15 @@ fn bench(exec: &Exec, model: &Model, name: &str, batch: &Batch<'_>, n_blocks: us
     let mut arena = KvArena::new(geometry, N_LAYERS, n_blocks);
     let mut best = (Duration::MAX, Clock::default());
     let n_runs = if batch.positions.len() > 64 { 3 } else { 30 };
-    exec.install(|| {
-        forward(exec, model, &mut arena, batch, &mut Clock::default());
-        for _ in 0..3 {
-            let mut clock = Clock::default();
-            let start = Instant::now();
-            (0..n_runs).for_each(|_| forward(exec, model, &mut arena, batch, &mut clock));
-            if start.elapsed() < best.0 {
-                best = (start.elapsed(), clock);
-            }
+    forward(exec, model, &mut arena, batch, &mut Clock::default());
+    for _ in 0..3 {
+        let mut clock = Clock::default();
+        let start = Instant::now();
+        (0..n_runs).for_each(|_| forward(exec, model, &mut arena, batch, &mut clock));
+        if start.elapsed() < best.0 {
+            best = (start.elapsed(), clock);
         }
-    });
+    }
     report(name, batch.positions.len(), n_runs, best.0, &best.1);
 }
 

@@ -3,10 +3,9 @@
 //! Work is split over outputs, rows and heads only, never over a summed index, so the number of threads cannot
 //! change a bit of any result.
 
-use rayon::prelude::*;
-
 use crate::{
     aligned::Pool,
+    fork::ForkJoin,
     isa::Isa,
     simd::{Backend, Vector},
 };
@@ -16,7 +15,7 @@ use crate::{
 pub struct Exec {
     isa: Isa,
     backend: Backend,
-    pool: Option<rayon::ThreadPool>,
+    pool: Option<ForkJoin>,
     memory: Pool,
 }
 
@@ -34,26 +33,21 @@ pub enum ExecError {
     Threads {
         /// Threads asked for.
         n_threads: usize,
-        /// What the pool said.
+        /// What the system said.
         #[source]
-        source: rayon::ThreadPoolBuildError,
+        source: std::io::Error,
     },
 }
 
 impl Exec {
-    /// Proves that `isa` can run here and starts `n_threads` threads. One thread means none: work then runs on
-    /// the caller's.
+    /// Proves that `isa` can run here. Work is split over `n_threads`, of which the caller's is one.
     pub fn new(isa: Isa, n_threads: usize) -> Result<Self, ExecError> {
         let backend = Backend::new(isa).ok_or(ExecError::Unavailable(isa))?;
         let pool = match n_threads {
             0 => return Err(ExecError::NoThreads),
             1 => None,
             _ => Some(
-                rayon::ThreadPoolBuilder::new()
-                    .num_threads(n_threads)
-                    .thread_name(|i| format!("kernel-{i}"))
-                    .build()
-                    .map_err(|source| ExecError::Threads { n_threads, source })?,
+                ForkJoin::new(n_threads - 1).map_err(|source| ExecError::Threads { n_threads, source })?,
             ),
         };
         Ok(Self { isa, backend, pool, memory: Pool::default() })
@@ -66,16 +60,7 @@ impl Exec {
 
     /// Threads that work is split over.
     pub fn n_threads(&self) -> usize {
-        self.pool.as_ref().map_or(1, rayon::ThreadPool::current_num_threads)
-    }
-
-    /// Runs `work` on one of the pool's own threads, so that the operations inside it need not wake the pool
-    /// each time. Worth it around a whole forward pass.
-    pub fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
-        match &self.pool {
-            Some(pool) => pool.install(work),
-            None => work(),
-        }
+        self.pool.as_ref().map_or(1, ForkJoin::n_threads)
     }
 
     /// Where packed weights live.
@@ -92,7 +77,7 @@ impl Exec {
     pub(crate) fn parallel(&self, n_tasks: usize, task: impl Fn(usize) + Sync) {
         match &self.pool {
             Some(pool) if n_tasks > 1 => {
-                pool.install(|| (0..n_tasks).into_par_iter().with_max_len(1).for_each(&task));
+                pool.run(n_tasks, &task);
             }
             _ => (0..n_tasks).for_each(task),
         }
@@ -112,18 +97,23 @@ impl Exec {
         }
         let n_rows = data.len().div_ceil(row_len);
         let chunk = n_rows.div_ceil(self.n_threads() * 4).max(grain);
-        match &self.pool {
-            Some(pool) if chunk < n_rows => pool.install(|| {
-                data.par_chunks_mut(chunk * row_len).enumerate().for_each(|(i, rows)| task(i * chunk, rows));
-            }),
-            _ => task(0, data),
+        if n_rows <= chunk {
+            return task(0, data);
         }
+        let len = data.len();
+        let all = Disjoint::new(data);
+        self.parallel(n_rows.div_ceil(chunk), |i| {
+            let start = i * chunk * row_len;
+            // SAFETY: each task has its own rows.
+            let rows = unsafe { all.slice(start, (chunk * row_len).min(len - start)) };
+            task(i * chunk, rows);
+        });
     }
 }
 
 /// A mutable slice that several tasks write at disjoint places.
 ///
-/// `par_chunks_mut` cannot express this: outputs of a matmul are columns of a row-major matrix.
+/// `chunks_mut` cannot express this: outputs of a matmul are columns of a row-major matrix.
 pub(crate) struct Disjoint<'a, T> {
     start: *mut T,
     len: usize,

@@ -23,6 +23,7 @@ mod attention;
 mod element;
 mod exec;
 mod expf;
+mod fork;
 mod isa;
 mod kv;
 mod matmul;
