@@ -11,18 +11,20 @@ use proptest::{collection::vec, prelude::*};
 use super::{half::HEADER_BYTES, *};
 
 const LONG: Duration = Duration::from_secs(20);
-const CONFIG: ControlConfig =
-    ControlConfig { max_message_bytes: 70_000, queue_len: 4, send_timeout: Duration::from_millis(100) };
+/// Patient, so that a machine busy with other work stalls nobody.
+const CONFIG: ControlConfig = ControlConfig { max_message_bytes: 70_000, queue_len: 4, send_timeout: LONG };
+/// For the test of what becomes of a receiver that stands still.
+const IMPATIENT: ControlConfig = ControlConfig { send_timeout: Duration::from_millis(100), ..CONFIG };
 
-fn local(n_ranks: usize) -> (Leader, Vec<ControlLink>) {
-    local_control(n_ranks, CONFIG)
+fn local(n_ranks: usize, config: ControlConfig) -> (Leader, Vec<ControlLink>) {
+    local_control(n_ranks, config)
 }
 
-fn tcp(n_ranks: usize) -> (Leader, Vec<ControlLink>) {
+fn tcp(n_ranks: usize, config: ControlConfig) -> (Leader, Vec<ControlLink>) {
     let (leader, followers) = (1..n_ranks)
         .map(|rank| {
             let (here, there) = raw_pair();
-            (tcp_link(rank, here, CONFIG).unwrap(), tcp_link(0, there, CONFIG).unwrap())
+            (tcp_link(rank, here, config).unwrap(), tcp_link(0, there, config).unwrap())
         })
         .unzip();
     (Leader::new(leader), followers)
@@ -34,7 +36,7 @@ fn raw_pair() -> (TcpStream, TcpStream) {
     (listener.accept().unwrap().0, there)
 }
 
-type MakeLinks = fn(usize) -> (Leader, Vec<ControlLink>);
+type MakeLinks = fn(usize, ControlConfig) -> (Leader, Vec<ControlLink>);
 const FORMS: [(&str, MakeLinks); 2] = [("local", local), ("tcp", tcp)];
 
 proptest! {
@@ -44,7 +46,7 @@ proptest! {
     #[test]
     fn messages_arrive_whole_and_in_order(messages in vec(vec(any::<u8>(), 0..3000), 0..20), n_ranks in 2_usize..5) {
         for (name, make) in FORMS {
-            let (leader, followers) = make(n_ranks);
+            let (leader, followers) = make(n_ranks, CONFIG);
             let (events, at_leader) = mpsc::channel();
             let (to_followers, readers) = leader.spawn_readers(move |rank, event| {
                 let _ = events.send((rank, event));
@@ -87,7 +89,7 @@ fn a_receive_that_timed_out_loses_nothing() {
 #[test]
 fn too_long_messages_are_refused_on_both_sides() {
     for (name, make) in FORMS {
-        let (leader, mut followers) = make(2);
+        let (leader, mut followers) = make(2, CONFIG);
         let too_long = ControlError::TooLong { n_bytes: 70_001, max_message_bytes: 70_000 };
         assert_eq!(leader.broadcast(&[0; 70_001]), Err(too_long), "{name}");
         leader.broadcast(&[1; 70_000]).unwrap();
@@ -103,16 +105,20 @@ fn too_long_messages_are_refused_on_both_sides() {
 #[test]
 fn a_follower_that_does_not_receive_stalls_the_sender_for_the_bound_only() {
     for (name, make) in FORMS {
-        let (leader, _followers) = make(2);
+        let (leader, _followers) = make(2, IMPATIENT);
         let stalled = (0..10_000).find_map(|_| leader.broadcast(&[0; 70_000]).err());
-        assert_eq!(stalled, Some(ControlError::Stalled { peer: 1, waited: CONFIG.send_timeout }), "{name}");
+        assert_eq!(
+            stalled,
+            Some(ControlError::Stalled { peer: 1, waited: IMPATIENT.send_timeout }),
+            "{name}"
+        );
     }
 }
 
 #[test]
 fn sending_to_a_closed_peer_fails() {
     for (name, make) in FORMS {
-        let (leader, followers) = make(2);
+        let (leader, followers) = make(2, CONFIG);
         drop(followers);
         // The operating system may take a first message before it learns of the close.
         let err = (0..10_000).find_map(|_| leader.broadcast(&[0]).err());
@@ -127,7 +133,7 @@ fn sending_to_a_closed_peer_fails() {
 #[test]
 fn stopping_a_reader_ends_its_thread_without_an_error_to_the_sink() {
     for (name, make) in FORMS {
-        let (leader, mut followers) = make(2);
+        let (leader, mut followers) = make(2, CONFIG);
         let (send, recv) = mpsc::channel();
         let (_, reader) =
             followers.remove(0).spawn_reader(move |message| send.send(message).unwrap()).unwrap();
