@@ -2,13 +2,13 @@
 
 use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
-use clap::{Parser, error::ErrorKind};
+use clap::Parser;
 use longreach_cluster::{KeySpace, MemoryCoordinator};
 use longreach_decode::{Cluster, DecodeConfig};
 use longreach_engine::{EngineConfig, Model};
 use longreach_model::files::ModelFiles;
 use longreach_service::{
-    ByteSize, Exit, LogConfig, Signals, init_tracing, parse_duration, serve_until_signal,
+    ByteSize, Exit, LogConfig, Signals, init_tracing, parse_args, parse_duration, serve_until_signal,
 };
 use longreach_types::{GroupShape, KvDtype};
 use tokio_util::sync::CancellationToken;
@@ -52,14 +52,9 @@ struct Args {
 
 #[tokio::main]
 async fn main() -> Exit {
-    let args = match Args::try_parse() {
+    let args: Args = match parse_args() {
         Ok(args) => args,
-        Err(error) => {
-            let is_answer = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
-            // If nobody reads it there is nobody to tell.
-            let _unread = error.print();
-            return if is_answer { Exit::Clean } else { Exit::BadConfig };
-        }
+        Err(exit) => return exit,
     };
     let shape = GroupShape::new(args.ranks, args.dcp.unwrap_or(args.ranks));
     if let Err(error) = init_tracing(&LogConfig { filter: args.log.clone() }) {

@@ -2,10 +2,10 @@
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
-use clap::{Parser, error::ErrorKind};
+use clap::Parser;
 use longreach_router::{ConfigError, RouterConfig, ServeError, WorkerSource};
 use longreach_service::{
-    ByteSize, Exit, LogConfig, LogError, Signals, UnitError, init_tracing, parse_duration,
+    ByteSize, Exit, LogConfig, LogError, Signals, UnitError, init_tracing, parse_args, parse_duration,
 };
 use longreach_text::{LoadOptions, TextError, TextModel};
 
@@ -68,14 +68,9 @@ enum StartError {
 
 #[tokio::main]
 async fn main() -> Exit {
-    let args = match Args::try_parse() {
+    let args: Args = match parse_args() {
         Ok(args) => args,
-        Err(error) => {
-            let is_answer = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
-            // If nobody reads it there is nobody to tell.
-            let _ = error.print();
-            return if is_answer { Exit::Clean } else { Exit::BadConfig };
-        }
+        Err(exit) => return exit,
     };
     match run(args).await {
         Ok(exit) => exit,

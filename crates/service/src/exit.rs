@@ -42,3 +42,13 @@ impl Termination for Exit {
         ExitCode::from(self.code())
     }
 }
+
+/// Reads the command line. `Err` is the end of the process: help that was asked for, or a mistake, told on the
+/// terminal.
+pub fn parse_args<A: clap::Parser>() -> Result<A, Exit> {
+    A::try_parse().map_err(|error| {
+        // If nobody reads it there is nobody to tell.
+        let _unread = error.print();
+        if error.use_stderr() { Exit::BadConfig } else { Exit::Clean }
+    })
+}

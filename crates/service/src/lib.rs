@@ -16,7 +16,7 @@ mod signals;
 mod telemetry;
 mod units;
 
-pub use exit::Exit;
+pub use exit::{Exit, parse_args};
 pub use lifecycle::{DrainConfig, DrainEnd, DrainReport, Draining, InFlight, Lifecycle, StopReason};
 pub use metrics::{CONTENT_TYPE, Metrics};
 pub use readiness::{Hold, Readiness};
