@@ -1,6 +1,6 @@
 //! How the command fails: a sentence for people, and an exit code for scripts.
 
-use std::process::ExitCode;
+use longreach_service::Exit;
 
 /// Why the command ended without doing what was asked.
 #[derive(Debug, thiserror::Error)]
@@ -14,13 +14,10 @@ pub(crate) enum CliError {
 }
 
 impl CliError {
-    /// Exit code of bad usage, from sysexits.h.
-    pub(crate) const USAGE: u8 = 64;
-
-    pub(crate) fn exit_code(&self) -> ExitCode {
+    pub(crate) fn exit(&self) -> Exit {
         match self {
-            Self::Usage(_) => ExitCode::from(Self::USAGE),
-            Self::Start(_) => ExitCode::FAILURE,
+            Self::Usage(_) => Exit::BadConfig,
+            Self::Start(_) => Exit::Failed,
         }
     }
 

@@ -8,39 +8,28 @@ mod error;
 mod generate;
 mod model;
 mod ranks;
-mod signals;
 mod up;
 
-use std::process::ExitCode;
-
-use clap::Parser;
-use tracing_subscriber::EnvFilter;
+use longreach_service::{Exit, LogConfig, init_tracing, parse_args};
 
 use crate::{
     args::{Cli, Command},
     error::CliError,
 };
 
-fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+fn main() -> Exit {
+    let cli: Cli = match parse_args() {
         Ok(cli) => cli,
-        Err(error) if error.use_stderr() => {
-            eprint!("{error}");
-            return ExitCode::from(CliError::USAGE);
-        }
-        // Help and version are no errors.
-        Err(text) => {
-            print!("{text}");
-            return ExitCode::SUCCESS;
-        }
+        Err(exit) => return exit,
     };
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
-    match run(cli) {
-        Ok(()) => ExitCode::SUCCESS,
+    let outcome = init_tracing(&LogConfig { filter: "warn".to_owned() })
+        .map_err(|error| CliError::Usage(error.to_string()))
+        .and_then(|()| run(cli));
+    match outcome {
+        Ok(()) => Exit::Clean,
         Err(error) => {
             eprintln!("longreach: {error}");
-            error.exit_code()
+            error.exit()
         }
     }
 }

@@ -6,20 +6,22 @@ use longreach::local::{LocalCluster, LocalConfig, LocalError, reachable};
 use longreach_engine::EngineConfig;
 use longreach_model::shard::head_split;
 use longreach_prefill::PrefillWorker;
+use longreach_service::{Signals, serve_until_signal};
+use tokio_util::sync::CancellationToken;
 
 use crate::{
     advice,
     args::UpArgs,
     error::CliError,
     model::{self, OpenedModel},
-    signals,
 };
 
 /// Runs the command.
 pub(crate) async fn run(args: UpArgs) -> Result<(), CliError> {
     let (engine, prefill_threads) = args.engine.config(2)?;
-    let shutdown = signals::shutdown()?;
     let opened = model::open(args.engine.model.clone()).await?;
+    // From here on a signal drains; a download before it just ends.
+    let mut signals = Signals::install().map_err(|error| CliError::start(&error))?;
     let mut config = LocalConfig {
         prefill_threads,
         n_prefills: args.prefill_workers,
@@ -31,6 +33,16 @@ pub(crate) async fn run(args: UpArgs) -> Result<(), CliError> {
     let cluster = LocalCluster::start(config, &opened.model, opened.text.clone(), model::progress).await;
     let cluster = cluster.map_err(|error| failed(&error))?;
     let summary = Summary::new(&opened, &engine, &cluster);
+    let shutdown = CancellationToken::new();
+    let on_signal = |_| eprintln!("draining; once more ends it at once");
+    let serving = serve(cluster, summary, shutdown.clone());
+    let served = serve_until_signal(&mut signals, &shutdown, on_signal, serving).await;
+    eprintln!("stopped");
+    served.unwrap_or_else(|| Err(CliError::Start("ended before everything was finished".to_owned())))
+}
+
+/// Runs the cluster until `shutdown`, and says when it is ready.
+async fn serve(cluster: LocalCluster, summary: Summary, shutdown: CancellationToken) -> Result<(), CliError> {
     let ready = cluster.ready();
     let mut running = pin!(cluster.run(shutdown));
     // A cluster that ends before it was ready has nobody to announce itself to.
@@ -42,7 +54,6 @@ pub(crate) async fn run(args: UpArgs) -> Result<(), CliError> {
         }
         outcome = &mut running => outcome,
     };
-    eprintln!("stopped");
     outcome.map_err(|error| failed(&error))
 }
 
@@ -107,7 +118,7 @@ impl Summary {
     fn text(&self) -> String {
         let Self { name, grpc, http, lines } = self;
         let body = format!(
-            r#"{{"model":"{name}","messages":[{{"role":"user","content":"What is the capital of France?"}}]}}"#
+            r#"{{"model":"{name}","messages":[{{"role":"user","content":"Name the capital of France."}}]}}"#
         );
         format!(
             "\nLongreach is ready\n\n{}\ngRPC      {grpc}\nHTTP      http://{http}\n\ntry it:\n\n  curl \

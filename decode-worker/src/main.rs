@@ -101,6 +101,7 @@ async fn run(args: Args, shape: GroupShape) -> Result<(), String> {
         "decode group serves"
     );
     let shutdown = CancellationToken::new();
-    let served = serve_until_signal(&mut signals, &shutdown, worker.serve(shutdown.clone())).await;
+    let on_signal = |signal| info!(?signal, "draining; once more ends it at once");
+    let served = serve_until_signal(&mut signals, &shutdown, on_signal, worker.serve(shutdown.clone())).await;
     served.unwrap_or(Err("ended by a second signal before it had drained".to_owned())).map(drop)
 }

@@ -81,7 +81,8 @@ async fn run(args: Args) -> Result<(), String> {
     let worker = config.build(&model, &keys, |_, _| {}).await.map_err(|error| error.to_string())?;
     info!(endpoint = worker.endpoint(), "prefill worker serves");
     let shutdown = CancellationToken::new();
+    let on_signal = |signal| info!(?signal, "draining; once more ends it at once");
     let serving = worker.serve(Arc::new(MemoryCoordinator::default()), shutdown.clone());
-    let served = serve_until_signal(&mut signals, &shutdown, serving).await;
+    let served = serve_until_signal(&mut signals, &shutdown, on_signal, serving).await;
     served.unwrap_or(Err("ended by a second signal before it had drained".to_owned())).map(drop)
 }

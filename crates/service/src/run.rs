@@ -4,20 +4,21 @@ use std::future::Future;
 
 use tokio_util::sync::CancellationToken;
 
-use crate::signals::Signals;
+use crate::signals::{Signal, Signals};
 
-/// Runs `serving`; the first signal cancels `shutdown`, which asks it to drain. `None` if a second signal came before
-/// it had: then it was dropped where it was.
+/// Runs `serving`; the first signal is told to `on_signal` and cancels `shutdown`, which asks it to drain. `None` if a
+/// second signal came before it had: then it was dropped where it was.
 pub async fn serve_until_signal<F: Future>(
     signals: &mut Signals,
     shutdown: &CancellationToken,
+    on_signal: impl FnOnce(Signal),
     serving: F,
 ) -> Option<F::Output> {
     tokio::pin!(serving);
     // Waiting for a signal is cancel-safe; `serving` is polled on until it ends or is given up for good.
     tokio::select! {
         outcome = &mut serving => return Some(outcome),
-        signal = signals.next() => tracing::info!(?signal, "draining; once more ends it at once"),
+        signal = signals.next() => on_signal(signal),
     }
     shutdown.cancel();
     tokio::select! {
