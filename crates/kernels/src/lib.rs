@@ -17,6 +17,9 @@
     reason = "register tiles index several arrays by the same token or query"
 )]
 
+#[cfg(target_endian = "big")]
+compile_error!("weights and KV are used as the little-endian bytes that files and peers hold");
+
 mod act;
 mod aligned;
 mod attention;
