@@ -20,7 +20,7 @@
 //! **Tasks** are panels that fit the second-level cache, times the tokens of a large batch in parts. Tile by
 //! tile a task's weights pass over a tile's activations, which stay in the first-level cache.
 //!
-//! **Ladder.** AMD EPYC (Zen 4), 2 cores of a shared virtual machine, AVX-512, Q4_1, `--example mix` and single
+//! **Ladder.** AMD EPYC (Zen 4), 2 cores of a shared virtual machine, AVX-512, Q4_1, `--example step_time` and single
 //! matrices; best of several runs. One thread peaks at 234 GMAC/s (`vpdpbusd`) and reads 29 GB/s.
 //!
 //! | version | 1 token, 3072 × 576, cold | 512 tokens, same | 30 layers, 2 threads: prefill / decode |

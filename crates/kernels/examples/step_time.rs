@@ -1,7 +1,7 @@
 //! Time of the operations of one small model (30 layers, hidden 576, 9 query and 3 KV heads of 64, feed-forward
 //! 1536, vocabulary 49152), by operation, with random weights.
 //!
-//! `cargo run --release -p longreach-kernels --example mix -- [threads] [isa] [weight type] [context]`
+//! `cargo run --release -p longreach-kernels --example step_time -- [threads] [isa] [weight type] [context]`
 #![allow(clippy::print_stdout, reason = "this program's output is its purpose")]
 
 use std::{
