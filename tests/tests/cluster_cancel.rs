@@ -1,0 +1,124 @@
+//! A client that goes away frees both sides at once, wherever its request is.
+
+use std::time::{Duration, Instant};
+
+use futures::StreamExt;
+use longreach_engine::{EngineHandle, EngineInfo};
+use longreach_proto::inference::generate_stream_response::Event;
+use longreach_tests::{
+    cluster::{PATIENCE, TestCluster, ask::Ask, cluster_config, model::ServedModel, report, tiny_engine},
+    tiny::Error,
+};
+
+/// How soon both sides must be at rest when the client has gone. A loose bound: machines that run tests are busy.
+const PROMPT: Duration = Duration::from_secs(1);
+
+/// A cluster whose prompts take many steps, so that there is time to go away in the middle of one.
+async fn slow_prompts() -> Result<TestCluster, Error> {
+    let model = ServedModel::golden("llama", Some(8192))?;
+    let mut engine = tiny_engine(2, 2);
+    engine.kv_bytes = 8 << 20;
+    engine.sched.max_chunk_len = 64;
+    TestCluster::start(&model, cluster_config(engine)).await
+}
+
+fn long_prompt(n_tokens: u32) -> Ask {
+    Ask::tokens((0..n_tokens).map(|i| i * 13 % 251).collect::<Vec<_>>()).max_tokens(400)
+}
+
+/// Waits until `engine` is in the state of `condition`.
+async fn until(engine: &EngineHandle, condition: impl FnMut(&EngineInfo) -> bool) -> Result<(), Error> {
+    assert!(tokio::time::timeout(PATIENCE, engine.wait_for(condition)).await?);
+    Ok(())
+}
+
+/// Checks that both sides come to rest soon after `stage`, at which the client has just gone.
+async fn assert_freed(cluster: &TestCluster, stage: &str) -> Result<(), Error> {
+    let took = cluster.wait_idle().await;
+    report(&format!("client gone {stage}: both sides at rest after {took:?}"));
+    assert!(took < PROMPT, "{stage}: {took:?}");
+    cluster.assert_pools_whole().await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_goes_away_frees_both_sides_at_every_stage() -> Result<(), Error> {
+    let cluster = slow_prompts().await?;
+    let ask = long_prompt(2500);
+
+    // While the prompt is computed, and its KV sent.
+    let mut call = tokio::task::JoinSet::new();
+    let (mut client, request) = (cluster.inference(), ask.stream_request());
+    call.spawn(async move {
+        let mut events = client.generate_stream(request).await?.into_inner();
+        while let Some(event) = events.next().await {
+            event?;
+        }
+        Ok::<(), tonic::Status>(())
+    });
+    until(&cluster.decode, |info| info.stats.n_receiving == 1).await?;
+    until(&cluster.prefills[0], |info| info.stats.n_running == 1 && info.stats.pending_tokens < 2000).await?;
+    call.abort_all();
+    assert_freed(&cluster, "while its prompt is computed").await?;
+
+    // Between the first token, which the prefill worker says, and the others: whatever the hand-off is at.
+    let mut events = ask.open(&cluster).await?;
+    while let Some(event) = events.next().await {
+        if matches!(event?.event, Some(Event::Delta(_))) {
+            break;
+        }
+    }
+    drop(events);
+    assert_freed(&cluster, "at its first token").await?;
+
+    // While it decodes.
+    let mut events = ask.open(&cluster).await?;
+    let mut n_deltas = 0;
+    while let Some(event) = events.next().await {
+        n_deltas += usize::from(matches!(event?.event, Some(Event::Delta(_))));
+        if n_deltas == 20 {
+            break;
+        }
+    }
+    drop(events);
+    assert_freed(&cluster, "while it decodes").await?;
+
+    // The same over HTTP, where going away is a closed connection.
+    let mut body = ask.body();
+    body["stream"] = true.into();
+    let mut answer = cluster.http.post("/v1/completions", &body).await?;
+    for _ in 0..5 {
+        answer.event().await?;
+    }
+    drop(answer);
+    assert_freed(&cluster, "over HTTP").await?;
+    let mut call = tokio::task::JoinSet::new();
+    let (http, body) = (cluster.http, ask.body());
+    call.spawn(async move { http.post("/v1/completions", &body).await.map(drop) });
+    until(&cluster.decode, |info| info.stats.n_receiving == 1).await?;
+    call.abort_all();
+    assert_freed(&cluster, "over HTTP, before there was an answer").await?;
+    cluster.stop().await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_goes_away_while_it_queues_leaves_the_queue() -> Result<(), Error> {
+    let model = ServedModel::golden("llama", None)?;
+    let mut engine = tiny_engine(1, 1);
+    engine.sched.max_seqs = 1;
+    let cluster = TestCluster::start(&model, cluster_config(engine)).await?;
+    let running = Ask::tokens([1, 2, 3]).max_tokens(400);
+    let mut first = running.open(&cluster).await?;
+    first.next().await.ok_or("no event")??;
+    let mut waiting = tokio::task::JoinSet::new();
+    let (mut client, request) = (cluster.inference(), running.stream_request());
+    waiting.spawn(async move { client.generate_stream(request).await.map(drop) });
+    until(&cluster.decode, |info| info.stats.n_waiting == 1).await?;
+    let start = Instant::now();
+    waiting.abort_all();
+    until(&cluster.decode, |info| info.stats.n_waiting == 0).await?;
+    report(&format!("client gone while it queues: out of the queue after {:?}", start.elapsed()));
+    assert!(start.elapsed() < PROMPT);
+    drop(first);
+    cluster.assert_pools_whole().await?;
+    cluster.stop().await
+}
