@@ -4,6 +4,7 @@
 //! The full product of what may vary has millions of cases. Tried are all group shapes with both merges and both
 //! query forms, all pairs of values of any two dimensions, and the whole list of lengths on two group shapes. Cases
 //! are chosen by a fixed seed and named in full when they fail.
+#![allow(clippy::unwrap_used, reason = "a test that cannot build its fixture has failed")]
 
 use std::{
     collections::{HashMap, HashSet},
