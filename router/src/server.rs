@@ -8,7 +8,7 @@ use std::{convert::Infallible, future, io, net::SocketAddr, sync::Arc, time::Dur
 use axum::{http::Request, response::IntoResponse, serve::ListenerExt};
 use longreach_proto::DESCRIPTOR_SET;
 use longreach_service::{DrainReport, Hold, Lifecycle, StopReason};
-use tokio::net::TcpListener;
+use tokio::{net::TcpListener, sync::oneshot};
 use tokio_util::sync::CancellationToken;
 use tonic::{
     body::Body,
@@ -118,13 +118,18 @@ impl BoundRouter {
         let Router { config, source, gateway, operations, lifecycle } = router;
         let (reporter, health) = tonic_health::server::health_reporter();
         let grpc = grpc_server(grpc, &config, &gateway, health, lifecycle.clone())?;
-        lifecycle.spawn_essential("gRPC server", grpc);
+        let (told, is_told) = oneshot::channel();
+        lifecycle.spawn_essential("gRPC server", async move {
+            // A new reporter says that all is well: nobody may hear that before it is so.
+            let _told = is_told.await;
+            grpc.await;
+        });
         let face = HttpFace { gateway: Arc::clone(&gateway), operations, streams: config.streams };
         lifecycle.spawn_essential("HTTP server", http_server(http, face, lifecycle.clone()));
         lifecycle.spawn(discovery::follow(source, Arc::clone(&gateway.dispatcher), lifecycle.token()));
         let hold = lifecycle.hold("a decode group");
         lifecycle.spawn(hold_while_alone(hold, Arc::clone(&gateway), lifecycle.clone()));
-        lifecycle.spawn(tell_health(reporter, lifecycle.clone()));
+        lifecycle.spawn(tell_health(reporter, told, lifecycle.clone()));
         lifecycle.started();
         tracing::info!(%grpc_addr, %http_addr, model = config.model_name, "router serves");
         Ok(lifecycle)
@@ -222,14 +227,19 @@ async fn hold_while_alone(hold: Hold, gateway: Arc<Gateway>, lifecycle: Lifecycl
     }
 }
 
-/// Tells health checks what the process's readiness is.
-async fn tell_health(reporter: HealthReporter, lifecycle: Lifecycle) {
+/// Tells health checks what the process's readiness is, and `told` when they have been told first.
+async fn tell_health(reporter: HealthReporter, told: oneshot::Sender<()>, lifecycle: Lifecycle) {
     let (token, mut readiness) = (lifecycle.token(), lifecycle.readiness());
+    let mut told = Some(told);
     loop {
         let is_ready = readiness.borrow_and_update().is_ready();
         let status = if is_ready { ServingStatus::Serving } else { ServingStatus::NotServing };
         for name in SERVICE_NAMES.into_iter().chain([""]) {
             reporter.set_service_status(name, status).await;
+        }
+        if let Some(told) = told.take() {
+            // A server that has gone already has nobody to wait for.
+            let _server_gone = told.send(());
         }
         match token.run_until_cancelled(readiness.changed()).await {
             Some(Ok(())) => {}
