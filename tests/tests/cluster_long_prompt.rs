@@ -66,6 +66,33 @@ async fn eight_thousand_tokens_pass_in_large_messages_beside_other_clients() -> 
     cluster.stop().await
 }
 
+/// A hand-off may take as long as its prompt does, if only it moves: the time it may stand still is no bound on prompts.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prompt_may_take_longer_than_its_hand_off_may_stand_still() -> Result<(), Error> {
+    let model = ServedModel::golden("llama", Some(8192))?;
+    let ask = Ask::tokens(prompt(5000, 2)).max_tokens(4);
+    let mut engine = tiny_engine(2, 2);
+    engine.kv_bytes = 16 << 20;
+    engine.sched.max_chunk_len = 64;
+    let mut usual = None;
+    for _ in 0..2 {
+        if let Some((_, took)) = usual {
+            // Some thirty of the eighty steps that the prompt takes: far more than any one of them, far less than all.
+            engine.handoff_timeout = took * 3 / 8;
+        }
+        let cluster = TestCluster::start(&model, cluster_config(engine.clone())).await?;
+        let n_accepted = |cluster: &TestCluster| cluster.prefills[0].info().stats.totals.accepted;
+        let (n_before, start) = (n_accepted(&cluster), Instant::now());
+        let tokens = ask.output_tokens(&cluster).await?;
+        let (want, _) = usual.get_or_insert((tokens.clone(), start.elapsed()));
+        assert_eq!(tokens, *want);
+        assert_eq!(n_accepted(&cluster), n_before + 1, "the hand-off was given up and begun again");
+        cluster.assert_pools_whole().await?;
+        cluster.stop().await?;
+    }
+    Ok(())
+}
+
 /// An output of one token ends on the prefill worker: nothing is handed off, and nothing is held for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_output_of_one_token_is_one_token() -> Result<(), Error> {

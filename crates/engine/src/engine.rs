@@ -49,7 +49,7 @@ pub(crate) struct EngineSetup {
     pub(crate) eos: Vec<TokenId>,
     pub(crate) vocab_size: usize,
     pub(crate) max_seq_len: usize,
-    /// How long one hand-off may take on this side.
+    /// How long one hand-off may stand still on this side.
     pub(crate) handoff_timeout: Duration,
     /// Makes hand-off ids unique across the lives of all groups.
     pub(crate) nonce: u64,
@@ -156,6 +156,9 @@ impl<B: Backend> Engine<B> {
             Input::Command(Command::FlushCache) => self.sched.flush_cache(),
             Input::Command(Command::Stop) | Input::Abandoned => self.is_stopping = true,
             Input::Delivery(delivery) => {
+                // A rank without KV heads sees only begin and end; other ranks tell nobody how far they are.
+                let deadline = Instant::now() + self.setup.handoff_timeout;
+                self.inbound.extend(delivery.handoff(), deadline);
                 if let Some(HandoffEnd { handoff, result }) = self.rank.deliver(delivery) {
                     match result {
                         Ok(first_token) => {
@@ -203,7 +206,7 @@ impl<B: Backend> Engine<B> {
         self.sched.submit(new).map_err(refusal)
     }
 
-    /// Ends sequences whose listener has gone, and hand-offs that took too long. Runs every turn: nothing waits for
+    /// Ends sequences whose listener has gone, and hand-offs that stand still. Runs every turn: nothing waits for
     /// other work to be cleaned up.
     fn reap(&mut self) -> Result<(), EngineFailure> {
         let gone: Vec<_> =
@@ -215,7 +218,7 @@ impl<B: Backend> Engine<B> {
         self.outbound.sweep(now);
         let overdue = [self.inbound.overdue(now), self.outbound.overdue(now)].concat();
         for seq in overdue {
-            let message = format!("the hand-off took longer than {:?}", self.setup.handoff_timeout);
+            let message = format!("the hand-off stood still for {:?}", self.setup.handoff_timeout);
             self.abort(seq, WorkerError::Aborted(message))?;
         }
         Ok(())
@@ -381,8 +384,8 @@ impl<B: Backend> Engine<B> {
             runtime: &self.lanes.runtime,
         };
         let prompt_len = self.sched.tokens(seq).map_or(0, <[TokenId]>::len);
-        let deadline = Instant::now() + self.setup.handoff_timeout;
-        match Outbound::open(reservation, &self.setup.layout, prompt_len, deadline, &context) {
+        let patience = self.setup.handoff_timeout;
+        match Outbound::open(reservation, &self.setup.layout, prompt_len, patience, &context) {
             Ok(mut outbound) => {
                 outbound.advance_all(cached_len);
                 self.outbound.insert(seq, outbound);

@@ -88,7 +88,8 @@ pub struct EngineConfig {
     pub sched: SchedConfig,
     /// Bounds of collectives.
     pub comm: CommConfig,
-    /// How long one hand-off may take on either side.
+    /// How long one hand-off may stand still on either side. Longer: a prompt may wait longer for a busy prefill
+    /// worker. Shorter: one that is stuck is given up, and tried elsewhere, sooner.
     pub handoff_timeout: Duration,
     /// Submissions that may wait for the engine thread between two steps.
     pub intake_len: usize,

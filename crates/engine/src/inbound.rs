@@ -85,6 +85,13 @@ impl InboundSet {
         Progress::Complete(seq, first_token)
     }
 
+    /// KV of a hand-off came, so that it has until `deadline` again.
+    pub(crate) fn extend(&mut self, handoff: HandoffId, deadline: Instant) {
+        if let Some(inbound) = self.by_handoff.get_mut(&handoff) {
+            inbound.deadline = deadline;
+        }
+    }
+
     /// The sequence of a hand-off.
     pub(crate) fn seq(&self, handoff: HandoffId) -> Option<SeqId> {
         self.by_handoff.get(&handoff).map(|inbound| inbound.seq)
@@ -97,7 +104,7 @@ impl InboundSet {
         Some(handoff)
     }
 
-    /// Sequences whose hand-off took too long.
+    /// Sequences whose hand-off stands still for too long.
     pub(crate) fn overdue(&self, now: Instant) -> Vec<SeqId> {
         self.by_handoff
             .values()

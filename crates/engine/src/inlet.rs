@@ -37,6 +37,16 @@ pub enum Delivery {
     Broken(HandoffId),
 }
 
+impl Delivery {
+    /// Which hand-off it is about.
+    pub fn handoff(&self) -> HandoffId {
+        match self {
+            Self::Open { open, .. } => open.handoff,
+            Self::Chunk(handoff, _) | Self::Commit(handoff, _) | Self::Broken(handoff) => *handoff,
+        }
+    }
+}
+
 /// What a rank is, as far as a sender must agree.
 #[derive(Clone, Debug)]
 pub struct InletIdentity {

@@ -75,7 +75,7 @@ impl OutboundSet {
         found.map(|(&seq, outbound)| (seq, outbound.report(report)))
     }
 
-    /// Sequences whose hand-off took too long.
+    /// Sequences whose hand-off stands still for too long.
     pub(crate) fn overdue(&self, now: Instant) -> Vec<SeqId> {
         self.by_seq.iter().filter(|(_, outbound)| outbound.deadline <= now).map(|(&seq, _)| seq).collect()
     }

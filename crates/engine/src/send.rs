@@ -9,7 +9,11 @@
 //! cells at its own pace: what it has no room for stays in the source blocks, which are pinned, and is taken up when the
 //! lane drains. Nothing here waits.
 
-use std::{ops::Range, sync::Arc, time::Instant};
+use std::{
+    ops::Range,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use bytes::Bytes;
 use futures::{StreamExt, stream};
@@ -80,7 +84,9 @@ pub(crate) struct Outbound {
     ready: Vec<usize>,
     lanes: Vec<Lane>,
     sent_bytes: u64,
-    /// After this the hand-off is given up.
+    /// How long it may stand still.
+    patience: Duration,
+    /// After this the hand-off is given up, unless something is sent before.
     pub(crate) deadline: Instant,
 }
 
@@ -119,7 +125,7 @@ impl Outbound {
         reservation: &Reservation,
         ours: &KvLayout,
         prompt_len: usize,
-        deadline: Instant,
+        patience: Duration,
         context: &LaneContext<'_>,
     ) -> Result<Self, WorkerError> {
         if let Some(error) = WorkerError::layout_mismatch(&reservation.layout, ours) {
@@ -158,7 +164,8 @@ impl Outbound {
             ready: vec![reservation.blocks.start; ours.n_layers],
             lanes,
             sent_bytes: 0,
-            deadline,
+            patience,
+            deadline: Instant::now() + patience,
         })
     }
 
@@ -203,8 +210,12 @@ impl Outbound {
             kv_dtype: self.kv_dtype,
             prompt_len: self.prompt_len,
         };
+        let sent_before = self.sent_bytes;
         for lane in &mut self.lanes {
             self.sent_bytes += lane.pump(&self.ready, &cells, source);
+        }
+        if self.sent_bytes > sent_before {
+            self.deadline = Instant::now() + self.patience;
         }
     }
 
