@@ -191,7 +191,8 @@ mod tests {
 
     #[test]
     fn every_float_field_refuses_nan_and_names_itself() {
-        let bad: [(&str, fn(&mut SamplingParams)); 7] = [
+        type Spoil = fn(&mut SamplingParams);
+        let bad: [(&str, Spoil); 7] = [
             ("temperature", |p| p.temperature = f32::NAN),
             ("top_p", |p| p.top_p = f32::NAN),
             ("min_p", |p| p.min_p = f32::INFINITY),
