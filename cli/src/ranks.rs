@@ -8,7 +8,7 @@ use std::{net::SocketAddr, process::Stdio, time::Duration};
 
 use longreach_engine::{
     EngineConfig, Model, RunningEngine,
-    process::{Peers, ProcessRank},
+    process::{Peers, ProcessRank, random_secret},
     serve::Door,
 };
 use longreach_proto::worker::kv_server;
@@ -47,7 +47,8 @@ struct RankAddrs {
 #[derive(Debug, Deserialize, Serialize)]
 struct GroupAddrs {
     peers: Vec<SocketAddr>,
-    nonce: u64,
+    /// In hexadecimal; pipes between parent and child are as private as their memory.
+    secret: String,
     epoch: u64,
 }
 
@@ -100,13 +101,13 @@ impl RankProcesses {
             children.push((child, stdin));
             addrs.push(its_addrs);
         }
-        let nonce = u64::from(std::process::id());
-        let group = GroupAddrs { peers: addrs.iter().map(|rank| rank.peer).collect(), nonce, epoch: 1 };
+        let secret = random_secret().map_err(|error| CliError::start(&error))?.to_hex();
+        let group = GroupAddrs { peers: addrs.iter().map(|rank| rank.peer).collect(), secret, epoch: 1 };
         let line = serde_json::to_string(&group).map_err(|error| CliError::start(&error))? + "\n";
         for (_, stdin) in &mut children {
             stdin.write_all(line.as_bytes()).await.map_err(|error| CliError::start(&error))?;
         }
-        let peers = peers(&group);
+        let peers = peers(&group)?;
         let (loading, config, epoch) = (model.clone(), config.clone(), peers.epoch);
         let bar = model::progress("packing");
         let rank = blocking(move || ProcessRank::load(&loading, &config, (0, epoch), &bar)).await?;
@@ -158,13 +159,13 @@ async fn spawn_child(
     Ok((child, stdin, addrs))
 }
 
-fn peers(group: &GroupAddrs) -> Peers {
-    Peers {
+fn peers(group: &GroupAddrs) -> Result<Peers, CliError> {
+    Ok(Peers {
         addrs: group.peers.clone(),
-        nonce: group.nonce,
+        secret: group.secret.parse().map_err(|error| CliError::start(&error))?,
         epoch: Epoch(group.epoch),
         connect_timeout: CONNECT_TIMEOUT,
-    }
+    })
 }
 
 /// `longreach rank`: what a child runs.
@@ -177,7 +178,7 @@ pub(crate) async fn run_child(args: RankArgs) -> Result<(), CliError> {
     let line = input.next_line().await.map_err(|error| CliError::start(&error))?;
     let Some(line) = line else { return Ok(()) };
     let group: GroupAddrs = serde_json::from_str(&line).map_err(|error| CliError::start(&error))?;
-    let peers = peers(&group);
+    let peers = peers(&group)?;
     let (idx, epoch) = (args.rank, peers.epoch);
     let rank = blocking(move || ProcessRank::load(&model, &config, (idx, epoch), &|_, _| {})).await?;
     let (tasks, close) = (TaskTracker::new(), CancellationToken::new());

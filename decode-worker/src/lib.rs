@@ -14,6 +14,7 @@ use longreach_cluster::{
 };
 use longreach_engine::{
     BuildError, DecodeGroup, EngineConfig, EngineHandle, Model, RunningEngine,
+    process::random_secret,
     serve::{BindError, Door, Drained, Gate, drain},
 };
 use longreach_proto::worker::{decode_server, kv_server};
@@ -56,6 +57,9 @@ pub enum StartError {
     /// The group's name cannot be part of a key.
     #[error(transparent)]
     Key(#[from] KeyError),
+    /// The system gave no random bytes for the group's secret.
+    #[error("cannot make the group's secret: {0}")]
+    Secret(#[from] std::io::Error),
     /// A task that builds the group was lost.
     #[error("building the group: {0}")]
     Task(#[from] tokio::task::JoinError),
@@ -112,7 +116,8 @@ impl DecodeConfig {
                 layout_hash: layout_hash.clone(),
             })
             .collect();
-        let make = |epoch: Epoch| EpochRecord { epoch, nonce: epoch.0, members };
+        let secret = random_secret()?;
+        let make = |epoch: Epoch| EpochRecord { epoch, secret, members };
         let record = raise_epoch(&*cluster.coordinator, &cluster.keys, &group, make).await?;
         let (loading, config, epoch) = (model.clone(), self.engine.clone(), record.epoch);
         let load = move || DecodeGroup::load(&loading, &config, epoch, &progress);

@@ -82,11 +82,17 @@ pub async fn publish_ready(
 mod tests {
     use std::time::Duration;
 
+    use longreach_types::GroupSecret;
+
     use super::*;
     use crate::memory::MemoryCoordinator;
 
+    fn secret(epoch: Epoch) -> GroupSecret {
+        GroupSecret::new([epoch.0 as u8; 32])
+    }
+
     fn record(epoch: Epoch) -> EpochRecord {
-        EpochRecord { epoch, nonce: epoch.0 * 10, members: Vec::new() }
+        EpochRecord { epoch, secret: secret(epoch), members: Vec::new() }
     }
 
     #[tokio::test]
@@ -95,7 +101,7 @@ mod tests {
         let (keys, group) = (KeySpace::new("c").unwrap(), GroupId("g".into()));
         for want in 1..4 {
             let raised = raise_epoch(&store, &keys, &group, record).await.unwrap();
-            assert_eq!((raised.epoch, raised.nonce), (Epoch(want), want * 10));
+            assert_eq!((raised.epoch, raised.secret), (Epoch(want), secret(Epoch(want))));
         }
         // Both have read epoch 3 when the second writes.
         let (_, seen) = read_epoch(&store, &keys, &group).await.unwrap().unwrap();

@@ -3,7 +3,7 @@
 //! A reader ignores fields that it does not know, so a field may be added at any time; a change that an old reader
 //! would misunderstand takes a new version, which the old reader refuses by name.
 
-use longreach_types::{Epoch, Incarnation, WorkerId};
+use longreach_types::{Epoch, GroupSecret, Incarnation, WorkerId};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thiserror::Error;
 
@@ -98,8 +98,9 @@ pub struct EpochRecord {
     /// Its number.
     #[serde(with = "epoch")]
     pub epoch: Epoch,
-    /// Distinguishes this group's connections from any other's.
-    pub nonce: u64,
+    /// What the members prove to know when they connect. Who can read the store knows it too.
+    #[serde(with = "secret")]
+    pub secret: GroupSecret,
     /// The members, in rank order.
     pub members: Vec<DecodeRegistration>,
 }
@@ -147,6 +148,19 @@ as_inner!(worker_id, WorkerId, String);
 as_inner!(incarnation, Incarnation, u64);
 as_inner!(epoch, Epoch, u64);
 
+mod secret {
+    use longreach_types::GroupSecret;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(value: &GroupSecret, to: S) -> Result<S::Ok, S::Error> {
+        value.to_hex().serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<GroupSecret, D::Error> {
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -193,7 +207,11 @@ mod tests {
             peer_addr: "[::1]:7100".into(),
             layout_hash: "ab".into(),
         };
-        let record = EpochRecord { epoch: Epoch(4), nonce: 5, members: vec![member(0), member(1)] };
+        let record = EpochRecord {
+            epoch: Epoch(4),
+            secret: GroupSecret::new([5; 32]),
+            members: vec![member(0), member(1)],
+        };
         assert_eq!(EpochRecord::decode(&record.encode()).unwrap(), record);
     }
 }

@@ -11,6 +11,7 @@ use std::{
 
 use longreach_collective::{
     CommConfig, CommError, Communicator, TcpConfig, TcpGroup, control::ControlConfig, local_group,
+    random_secret,
 };
 
 const LEN: usize = 576;
@@ -65,10 +66,11 @@ fn tcp_group(n_ranks: usize) -> Result<Vec<Comm>, Box<dyn Error>> {
     let listeners: Vec<_> =
         (0..n_ranks).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<_, _>>()?;
     let addrs: Vec<_> = listeners.iter().map(TcpListener::local_addr).collect::<Result<_, _>>()?;
+    let secret = random_secret()?;
     let config = |rank| TcpConfig {
         rank,
         addrs: addrs.clone(),
-        nonce: 0,
+        secret: secret.clone(),
         epoch: 0,
         connect_timeout: Duration::from_secs(10),
         comm: CommConfig::default(),

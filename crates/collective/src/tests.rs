@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use longreach_types::GroupSecret;
 use proptest::prelude::*;
 
 use crate::{
@@ -51,7 +52,15 @@ pub(crate) fn tcp_groups(n_ranks: usize, comm: CommConfig) -> Vec<TcpGroup> {
 
 pub(crate) fn tcp_config(rank: usize, addrs: Vec<SocketAddr>, comm: CommConfig) -> TcpConfig {
     let connect_timeout = Duration::from_secs(30);
-    TcpConfig { rank, addrs, nonce: 7, epoch: 3, connect_timeout, comm, control: ControlConfig::default() }
+    TcpConfig {
+        rank,
+        addrs,
+        secret: GroupSecret::new([7; 32]),
+        epoch: 3,
+        connect_timeout,
+        comm,
+        control: ControlConfig::default(),
+    }
 }
 
 /// Runs `body` on one thread a rank and returns the results in rank order.

@@ -8,11 +8,12 @@ use std::{
     time::Duration,
 };
 
+pub use longreach_collective::random_secret;
 use longreach_collective::{
     ConnectError, ControlEnd, TcpConfig, TcpGroup,
     control::{ControlConfig, Reader},
 };
-use longreach_types::Epoch;
+use longreach_types::{Epoch, GroupSecret};
 use tokio::runtime::Handle;
 
 use crate::{
@@ -29,8 +30,8 @@ use crate::{
 pub struct Peers {
     /// Where each rank listens for its peers, in rank order.
     pub addrs: Vec<SocketAddr>,
-    /// Names the group, so that an address that was given to another group is noticed.
-    pub nonce: u64,
+    /// What only the members of this life of the group know: a connection counts when both sides have proved it.
+    pub secret: GroupSecret,
     /// The group's life.
     pub epoch: Epoch,
     /// How long ranks may take to find each other, slow loaders included.
@@ -113,7 +114,7 @@ impl ProcessRank {
             &TcpConfig {
                 rank: self.idx,
                 addrs: peers.addrs.clone(),
-                nonce: peers.nonce,
+                secret: peers.secret.clone(),
                 epoch: peers.epoch.0,
                 connect_timeout: peers.connect_timeout,
                 comm: self.config.comm,

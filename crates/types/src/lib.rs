@@ -9,6 +9,7 @@ mod ids;
 mod layout;
 mod plan;
 mod request;
+mod secret;
 mod shape;
 
 pub use dtype::{KvDtype, WeightForm};
@@ -20,4 +21,5 @@ pub use plan::{PlanRow, SeqStep, StepPlan};
 pub use request::{
     FinishReason, MAX_LOGPROBS, Prompt, SamplingError, SamplingParams, TokenLogprob, TokenLogprobs, Usage,
 };
+pub use secret::{GroupSecret, SecretFormError};
 pub use shape::{GroupShape, HeadSplit, MergeForm, QueryForm, ShapeError, canonical_bounds};

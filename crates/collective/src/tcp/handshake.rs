@@ -3,10 +3,12 @@
 //! A rank dials every lower rank and accepts every higher one, in this order; since rank 0 only accepts, rank 1
 //! waits for rank 0 only, and so on, nobody waits in a circle and the start order is free. Three greetings are
 //! exchanged on each connection: the dialer's, the answer, and the dialer's confirmation, which keeps a dialer that
-//! has given up meanwhile from being counted. All three have one form, and both sides compare every field.
+//! has given up meanwhile from being counted. All three have one form, and both sides compare every field. The answer
+//! proves that the listener knows the group's secret, the confirmation that the dialer does; until then neither side
+//! has believed anything.
 
 use std::{
-    io::{self, Read, Write},
+    io::{self, Write},
     net::{SocketAddr, TcpListener, TcpStream},
     time::{Duration, Instant},
 };
@@ -15,13 +17,12 @@ use mio::{Events, Interest, Poll, Token};
 use thiserror::Error;
 use tracing::{debug, info, warn};
 
-use super::TcpConfig;
+use super::{
+    TcpConfig,
+    greeting::{Greeting, Kind, Said, Side, Unfit},
+};
 use crate::{error::CommError, transport::MAX_RANKS};
 
-/// Version of the greeting and of all frames after it.
-const VERSION: u16 = 1;
-const MAGIC: u32 = 0x4f4c_524c;
-const GREETING_BYTES: usize = 32;
 /// How long an accepted connection may keep others waiting with its greeting; a peer sends it at once.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(1);
 const FIRST_BACKOFF: Duration = Duration::from_millis(5);
@@ -51,6 +52,15 @@ pub enum ConnectError {
         ours: u64,
         /// The peer's value.
         theirs: u64,
+    },
+    /// The process at a rank's address speaks for this group, but could not prove within the configured bound that it
+    /// knows the group's secret: it belongs to another group, or is no member of any.
+    #[error("rank {peer} at {addr} does not know the secret of this group")]
+    Unproven {
+        /// The rank that was dialed.
+        peer: usize,
+        /// Its address.
+        addr: SocketAddr,
     },
     /// The configuration describes no group.
     #[error("rank {rank} of {n_ranks} ranks: a group has 1 to 64 ranks, and a rank is one of them")]
@@ -117,22 +127,26 @@ impl Meeting<'_> {
     fn dial(&mut self, peer: usize, lane: Lane) -> Result<(), ConnectError> {
         let addr = self.config.addrs[peer];
         let mut backoff = FIRST_BACKOFF;
+        let mut unfit = None;
         loop {
-            let left = self.left(peer)?;
-            let refusal = match self.try_dial(addr, peer, lane, left) {
+            let left = match (self.left(peer), unfit) {
+                (Err(_), Some(unfit @ Unfit::Proof)) => return Err(unfit.into_error(peer, addr)),
+                (left, _) => left?,
+            };
+            unfit = match self.try_dial(addr, peer, lane, left) {
                 Ok(Ok(stream)) => {
                     self.keep(peer, lane, stream);
                     return Ok(());
                 }
-                Ok(Err(refusal)) if !refusal.may_pass() => return Err(refusal.into_error(peer, addr)),
-                Ok(Err(refusal)) => Some(refusal),
+                Ok(Err(unfit)) if !unfit.may_pass() => return Err(unfit.into_error(peer, addr)),
+                Ok(Err(unfit)) => Some(unfit),
                 Err(error) => {
                     debug!(peer, %addr, %error, "peer is not reachable yet");
                     None
                 }
             };
             if backoff == MAX_BACKOFF {
-                info!(peer, %addr, ?refusal, "still waiting for peer");
+                info!(peer, %addr, ?unfit, "still waiting for peer");
             }
             wait(backoff.min(left));
             backoff = (backoff * 2).min(MAX_BACKOFF);
@@ -146,19 +160,23 @@ impl Meeting<'_> {
         peer: usize,
         lane: Lane,
         left: Duration,
-    ) -> io::Result<Result<TcpStream, Difference>> {
+    ) -> io::Result<Result<TcpStream, Unfit>> {
+        let until = Instant::now() + left;
         let mut stream = TcpStream::connect_timeout(&addr, left)?;
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(left))?;
         stream.set_write_timeout(Some(left))?;
-        let own = Greeting::of(self.config, lane.kind());
-        stream.write_all(&own.encode())?;
-        let answer = read_greeting(&mut stream)?;
-        let want = Greeting { rank: peer as u32, kind: Kind::Welcome as u8, ..own };
-        if let Some(difference) = want.difference(&answer) {
-            return Ok(Err(difference));
+        let hello = Greeting::new(self.config, lane.kind())?;
+        stream.write_all(&hello.encode())?;
+        let answer = Greeting::read(&mut stream, until)?;
+        if let Some(unfit) = Greeting::expected(self.config, peer, Kind::Welcome).difference(&answer) {
+            return Ok(Err(unfit));
         }
-        stream.write_all(&Greeting { kind: Kind::Confirm as u8, ..own }.encode())?;
+        let (said, secret) = (Said { hello: &hello, answer: &answer }, &self.config.secret);
+        if !said.is_proved(secret, Side::Listener, &answer.proof) {
+            return Ok(Err(Unfit::Proof));
+        }
+        let proof = said.prove(secret, Side::Dialer);
+        stream.write_all(&hello.confirm(proof).encode())?;
         Ok(Ok(stream))
     }
 
@@ -199,19 +217,24 @@ impl Meeting<'_> {
     fn welcome(&mut self, mut stream: TcpStream) -> io::Result<()> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(GREETING_TIMEOUT))?;
         stream.set_write_timeout(Some(GREETING_TIMEOUT))?;
-        let hello = read_greeting(&mut stream)?;
-        let own = Greeting::of(self.config, Kind::Welcome);
+        let hello = Greeting::read(&mut stream, Instant::now() + GREETING_TIMEOUT)?;
         let Some((peer, lane)) = self.expected(&hello) else {
             debug!(?hello, "a stranger was refused");
-            return stream.write_all(&Greeting { kind: Kind::Refusal as u8, ..own }.encode());
+            return stream.write_all(&Greeting::new(self.config, Kind::Refusal)?.encode());
         };
-        stream.write_all(&own.encode())?;
-        let confirm = read_greeting(&mut stream)?;
-        if (Greeting { kind: Kind::Confirm as u8, ..hello }).difference(&confirm).is_none() {
-            self.keep(peer, lane, stream);
+        let mut answer = Greeting::new(self.config, Kind::Welcome)?;
+        let secret = &self.config.secret;
+        answer.proof = Said { hello: &hello, answer: &answer }.prove(secret, Side::Listener);
+        stream.write_all(&answer.encode())?;
+        let confirm = Greeting::read(&mut stream, Instant::now() + GREETING_TIMEOUT)?;
+        if hello.confirm(confirm.proof).difference(&confirm).is_some() {
+            return Ok(());
         }
+        if !(Said { hello: &hello, answer: &answer }).is_proved(secret, Side::Dialer, &confirm.proof) {
+            return Err(io::Error::other(format!("it speaks for rank {peer} and does not know the secret")));
+        }
+        self.keep(peer, lane, stream);
         Ok(())
     }
 
@@ -219,10 +242,10 @@ impl Meeting<'_> {
     fn expected(&self, hello: &Greeting) -> Option<(usize, Lane)> {
         let peer = hello.rank as usize;
         let lane = [Lane::Data, Lane::Control].into_iter().find(|lane| lane.kind() as u8 == hello.kind)?;
-        let want = Greeting { rank: hello.rank, ..Greeting::of(self.config, lane.kind()) };
         let dials_us = (self.config.rank + 1..self.config.addrs.len()).contains(&peer)
             && (lane == Lane::Data || self.config.rank == 0);
-        (want.difference(hello).is_none() && dials_us).then_some((peer, lane))
+        let fits = dials_us && Greeting::expected(self.config, peer, lane.kind()).difference(hello).is_none();
+        fits.then_some((peer, lane))
     }
 
     fn keep(&mut self, peer: usize, lane: Lane, stream: TcpStream) {
@@ -250,123 +273,4 @@ impl Meeting<'_> {
 fn wait(pause: Duration) {
     // The timer's one message; the channel cannot fail before it.
     let _ = crossbeam_channel::after(pause).recv();
-}
-
-fn read_greeting(stream: &mut TcpStream) -> io::Result<Greeting> {
-    let mut bytes = [0; GREETING_BYTES];
-    stream.read_exact(&mut bytes)?;
-    Ok(Greeting::decode(&bytes))
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-enum Kind {
-    Data = 1,
-    Control = 2,
-    Welcome = 3,
-    Refusal = 4,
-    Confirm = 5,
-}
-
-impl Lane {
-    fn kind(self) -> Kind {
-        match self {
-            Self::Data => Kind::Data,
-            Self::Control => Kind::Control,
-        }
-    }
-}
-
-/// Who speaks. Fields are compared, never trusted, so every byte string is one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Greeting {
-    magic: u32,
-    version: u16,
-    kind: u8,
-    rank: u32,
-    n_ranks: u32,
-    nonce: u64,
-    epoch: u64,
-}
-
-/// A field in which a peer's greeting differs from what fits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Difference {
-    field: &'static str,
-    ours: u64,
-    theirs: u64,
-}
-
-impl Difference {
-    /// Whether the peer may come to fit: it is still in an earlier life, or its address still belongs to another.
-    fn may_pass(self) -> bool {
-        match self.field {
-            "epoch" => self.theirs < self.ours,
-            "nonce" | "rank" | "kind" => true,
-            _ => false,
-        }
-    }
-
-    fn into_error(self, peer: usize, addr: SocketAddr) -> ConnectError {
-        let Self { field, ours, theirs } = self;
-        ConnectError::Refused { peer, addr, field, ours, theirs }
-    }
-}
-
-impl Greeting {
-    fn of(config: &TcpConfig, kind: Kind) -> Self {
-        Self {
-            magic: MAGIC,
-            version: VERSION,
-            kind: kind as u8,
-            rank: config.rank as u32,
-            n_ranks: config.addrs.len() as u32,
-            nonce: config.nonce,
-            epoch: config.epoch,
-        }
-    }
-
-    /// The first field in which `theirs` is not `self`; the kind, which only says that another differs, is last.
-    fn difference(&self, theirs: &Self) -> Option<Difference> {
-        let fields = |greeting: &Self| {
-            [
-                ("magic", u64::from(greeting.magic)),
-                ("version", u64::from(greeting.version)),
-                ("nonce", greeting.nonce),
-                ("epoch", greeting.epoch),
-                ("n_ranks", u64::from(greeting.n_ranks)),
-                ("rank", u64::from(greeting.rank)),
-                ("kind", u64::from(greeting.kind)),
-            ]
-        };
-        let mut pairs = fields(self).into_iter().zip(fields(theirs));
-        let ((field, ours), (_, theirs)) = pairs.find(|(ours, theirs)| ours != theirs)?;
-        Some(Difference { field, ours, theirs })
-    }
-
-    fn encode(&self) -> [u8; GREETING_BYTES] {
-        let mut bytes = [0; GREETING_BYTES];
-        bytes[..4].copy_from_slice(&self.magic.to_le_bytes());
-        bytes[4..6].copy_from_slice(&self.version.to_le_bytes());
-        bytes[6] = self.kind;
-        bytes[8..12].copy_from_slice(&self.rank.to_le_bytes());
-        bytes[12..16].copy_from_slice(&self.n_ranks.to_le_bytes());
-        bytes[16..24].copy_from_slice(&self.nonce.to_le_bytes());
-        bytes[24..].copy_from_slice(&self.epoch.to_le_bytes());
-        bytes
-    }
-
-    fn decode(bytes: &[u8; GREETING_BYTES]) -> Self {
-        let half = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
-        let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
-        Self {
-            magic: half(0),
-            version: u16::from_le_bytes([bytes[4], bytes[5]]),
-            kind: bytes[6],
-            rank: half(8),
-            n_ranks: half(12),
-            nonce: word(16),
-            epoch: word(24),
-        }
-    }
 }
