@@ -13,9 +13,10 @@ use crate::{
     http::StreamConfig,
     metrics::Metrics,
     ops::Operations,
+    random::Random,
     request::{RequestLimits, SamplingDefaults},
     server::Router,
-    workers::{Pool, WorkerConfig},
+    workers::{Dial, GrpcDial, Pool, WorkerConfig},
 };
 
 /// Everything about a router that can be set.
@@ -145,11 +146,14 @@ impl RouterConfig {
         let lifecycle = Lifecycle::new();
         let registry = longreach_service::Metrics::new("router");
         let metrics = registry.register(Metrics::new);
+        let dial: Arc<dyn Dial> = Arc::new(GrpcDial { config: self.workers });
+        let random = Random::default();
         let dispatcher = Arc::new(Dispatcher {
-            decodes: Pool::new(self.workers, lifecycle.clone()),
-            prefills: Pool::new(self.workers, lifecycle.clone()),
+            decodes: Pool::new(self.workers, lifecycle.clone(), Arc::clone(&dial), random.clone()),
+            prefills: Pool::new(self.workers, lifecycle.clone(), dial, random.clone()),
             recovery: self.recovery,
             metrics: metrics.clone(),
+            random,
         });
         let operations = Arc::new(Operations::new(lifecycle.clone(), registry));
         let gateway = Arc::new(Gateway {

@@ -10,7 +10,7 @@ use longreach_types::WorkerId;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 
-use crate::{config::ConfigError, dispatch::Dispatcher, random, workers::Address};
+use crate::{config::ConfigError, dispatch::Dispatcher, workers::Address};
 
 /// Pauses between attempts to reach the store: soon at first, then no more often than it can bear.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -70,7 +70,7 @@ pub(crate) async fn follow(source: WorkerSource, dispatcher: Arc<Dispatcher>, ca
         }
         WorkerSource::Cluster { coordinator, keys } => (coordinator, keys),
     };
-    let backoff = Backoff::new(FIRST_PAUSE, MAX_PAUSE, random::next_u64());
+    let backoff = Backoff::new(FIRST_PAUSE, MAX_PAUSE, dispatcher.random.next_u64());
     let mut watcher = Watcher::new(coordinator, keys.all().clone(), backoff);
     let mut membership = Membership::new(keys);
     let mut roster = Roster::default();

@@ -24,6 +24,7 @@ use crate::{
     call::CallContext,
     error::{ServiceError, Stage},
     metrics::Metrics,
+    random::Random,
     workers::{Decode, Pool, Prefill},
 };
 
@@ -62,6 +63,7 @@ pub(crate) struct Dispatcher {
     pub(crate) prefills: Arc<Pool<Prefill>>,
     pub(crate) recovery: RecoveryConfig,
     pub(crate) metrics: Metrics,
+    pub(crate) random: Random,
 }
 
 /// What one output is made from.

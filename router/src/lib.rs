@@ -31,6 +31,8 @@ mod random;
 mod request;
 mod routing;
 mod server;
+#[cfg(feature = "simulation")]
+pub mod simulation;
 mod workers;
 
 pub use config::{ConfigError, RouterConfig, ServingConfig};
@@ -39,4 +41,4 @@ pub use dispatch::RecoveryConfig;
 pub use http::StreamConfig;
 pub use request::{RequestLimits, SamplingDefaults};
 pub use server::{BoundRouter, Router, ServeError};
-pub use workers::WorkerConfig;
+pub use workers::{DecodeCalls, Dial, DialError, PrefillCalls, WorkerConfig};

@@ -5,6 +5,7 @@
 //! is counted by [`Lease`]s, whose drop gives it back however a request ends. One connection for each worker,
 //! because a balanced channel goes on sending to endpoints that are dead.
 
+mod dial;
 mod role;
 
 use std::{
@@ -20,12 +21,15 @@ use longreach_service::Lifecycle;
 use longreach_types::WorkerId;
 use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
-use tonic::transport::{Channel, Endpoint};
 
-pub(crate) use self::role::{Decode, Load, Prefill, Role};
+pub use self::dial::{DecodeCalls, Dial, DialError, PrefillCalls};
+pub(crate) use self::{
+    dial::GrpcDial,
+    role::{Decode, Load, Prefill, Role},
+};
 use crate::{
     health::{Health, Outcome},
-    random,
+    random::Random,
     routing::{self, Candidate, Tier},
 };
 
@@ -99,6 +103,8 @@ pub(crate) struct Pool<R: Role> {
     started: Instant,
     next_key: AtomicU64,
     lifecycle: Lifecycle,
+    dial: Arc<dyn Dial>,
+    random: Random,
 }
 
 struct Member<R: Role> {
@@ -130,14 +136,21 @@ pub(crate) struct Lease<R: Role> {
 }
 
 impl<R: Role> Pool<R> {
-    /// No workers yet. What the pool runs, it runs as tasks of `lifecycle`.
-    pub(crate) fn new(config: WorkerConfig, lifecycle: Lifecycle) -> Arc<Self> {
+    /// No workers yet. What the pool runs, it runs as tasks of `lifecycle`; ties are broken by `random`.
+    pub(crate) fn new(
+        config: WorkerConfig,
+        lifecycle: Lifecycle,
+        dial: Arc<dyn Dial>,
+        random: Random,
+    ) -> Arc<Self> {
         Arc::new(Self {
             members: Mutex::new(Vec::new()),
             config,
             started: Instant::now(),
             next_key: AtomicU64::new(0),
             lifecycle,
+            dial,
+            random,
         })
     }
 
@@ -159,8 +172,8 @@ impl<R: Role> Pool<R> {
     }
 
     fn add(self: &Arc<Self>, address: Address) {
-        let channel = match self.connect(&address.endpoint) {
-            Ok(channel) => channel,
+        let client = match R::dial(&*self.dial, &address.endpoint) {
+            Ok(client) => client,
             Err(error) => {
                 tracing::warn!(role = R::NAME, worker = %address.name, %error, "worker has no usable address");
                 return;
@@ -168,7 +181,7 @@ impl<R: Role> Pool<R> {
         };
         tracing::info!(role = R::NAME, worker = %address.name, endpoint = %address.endpoint, "worker joined");
         let key = self.next_key.fetch_add(1, Ordering::Relaxed);
-        let (client, cancel) = (R::client(channel), self.lifecycle.token());
+        let cancel = self.lifecycle.token();
         self.lifecycle.spawn(Arc::clone(self).poll(key, client.clone(), cancel.clone()));
         self.members().push(Member {
             key,
@@ -184,24 +197,16 @@ impl<R: Role> Pool<R> {
         });
     }
 
-    fn connect(&self, endpoint: &str) -> Result<Channel, tonic::transport::Error> {
-        let endpoint = Endpoint::from_shared(endpoint.to_owned())?
-            .connect_timeout(self.config.connect_timeout)
-            .tcp_nodelay(true)
-            .http2_keep_alive_interval(self.config.keep_alive_interval)
-            .keep_alive_timeout(self.config.keep_alive_timeout)
-            .keep_alive_while_idle(true);
-        Ok(endpoint.connect_lazy())
-    }
-
     /// Reads one worker's load again and again, until it leaves.
     async fn poll(self: Arc<Self>, key: u64, client: R::Client, cancel: CancellationToken) {
         let mut ticks = tokio::time::interval(self.config.poll_interval);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let patience = self.config.connect_timeout + self.config.keep_alive_timeout;
         loop {
-            // Both arms lose nothing when dropped: a tick, or the answer to a question that is asked again.
+            // Both arms lose nothing when dropped: a tick, or the answer to a question that is asked again. Biased, so
+            // that a simulated run is repeated by its seed.
             let answer = tokio::select! {
+                biased;
                 () = cancel.cancelled() => return,
                 answer = async {
                     ticks.tick().await;
@@ -257,7 +262,7 @@ impl<R: Role> Pool<R> {
             }
         }
         let slack_percent = if demand.session.is_some() { SESSION_SLACK_PERCENT } else { SLACK_PERCENT };
-        let draws = [random::next_u64(), random::next_u64()];
+        let draws = [self.random.next_u64(), self.random.next_u64()];
         let Some(chosen) = routing::choose(&candidates, slack_percent, draws) else {
             return Err(if anybody { PickError::NoneFits } else { PickError::Nobody });
         };
@@ -298,6 +303,19 @@ impl<R: Role> Pool<R> {
         let members = self.members();
         let described = members.iter().filter(|member| member.info.is_some());
         described.map(|member| (member.load.max_seq_len, member.load.vocab_size)).max()
+    }
+
+    /// The lives that are members, in the order in which they came.
+    #[cfg(feature = "simulation")]
+    pub(crate) fn lives(&self) -> Vec<(WorkerId, u64)> {
+        let life = |member: &Member<R>| (member.address.name.clone(), member.address.life);
+        self.members().iter().map(life).collect()
+    }
+
+    /// Tokens of work of this router, over all members.
+    #[cfg(feature = "simulation")]
+    pub(crate) fn own_tokens(&self) -> u64 {
+        self.members().iter().map(|member| member.own_tokens).sum()
     }
 
     fn with_member(&self, key: u64, change: impl FnOnce(&mut Member<R>)) {

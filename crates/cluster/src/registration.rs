@@ -88,7 +88,9 @@ pub async fn register<F>(
         lease: None,
     };
     // Cancel-safe: a lease that is known is revoked below, and one whose grant was cut off expires, holding nothing.
+    // Biased, so that a simulated run is repeated by its seed.
     tokio::select! {
+        biased;
         () = registrar.run() => {}
         () = cancel.cancelled() => {}
     }

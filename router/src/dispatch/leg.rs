@@ -176,8 +176,9 @@ impl Leg {
         if let Some(event) = self.early.take() {
             return self.take_decode(Some(event)).map(Some);
         }
-        // Both arms only take an event out of a stream.
+        // Both arms only take an event out of a stream. Biased, because a token is worth more than news of KV.
         tokio::select! {
+            biased;
             event = self.decode.next() => {
                 let event = event?;
                 self.take_decode(event).map(Some)

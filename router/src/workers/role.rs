@@ -1,9 +1,11 @@
 //! What differs between the two roles of workers, as routing sees them.
 
-use std::future::Future;
+use std::{future::Future, sync::Arc};
 
-use longreach_proto::worker::{DecodeClient, GroupInfo, PrefillClient, PrefillInfo};
-use tonic::{Status, transport::Channel};
+use longreach_proto::worker::{GroupInfo, PrefillInfo};
+use tonic::Status;
+
+use super::dial::{DecodeCalls, Dial, DialError, PrefillCalls};
 
 /// A kind of worker.
 pub(crate) trait Role: Send + Sync + 'static {
@@ -14,8 +16,8 @@ pub(crate) trait Role: Send + Sync + 'static {
     /// What a worker says of itself.
     type Info: Send + Sync;
 
-    /// A client over `channel`.
-    fn client(channel: Channel) -> Self::Client;
+    /// The means to call the worker at `endpoint`.
+    fn dial(dial: &dyn Dial, endpoint: &str) -> Result<Self::Client, DialError>;
     /// Asks a worker about itself.
     fn describe(client: &Self::Client) -> impl Future<Output = Result<Self::Info, Status>> + Send;
     /// The figures that routing needs.
@@ -43,14 +45,14 @@ pub(crate) enum Prefill {}
 
 impl Role for Decode {
     const NAME: &'static str = "decode";
-    type Client = DecodeClient;
+    type Client = Arc<dyn DecodeCalls>;
     type Info = GroupInfo;
 
-    fn client(channel: Channel) -> DecodeClient {
-        DecodeClient::new(channel)
+    fn dial(dial: &dyn Dial, endpoint: &str) -> Result<Self::Client, DialError> {
+        dial.decode(endpoint)
     }
 
-    async fn describe(client: &DecodeClient) -> Result<GroupInfo, Status> {
+    async fn describe(client: &Self::Client) -> Result<GroupInfo, Status> {
         client.group().await
     }
 
@@ -69,14 +71,14 @@ impl Role for Decode {
 
 impl Role for Prefill {
     const NAME: &'static str = "prefill";
-    type Client = PrefillClient;
+    type Client = Arc<dyn PrefillCalls>;
     type Info = PrefillInfo;
 
-    fn client(channel: Channel) -> PrefillClient {
-        PrefillClient::new(channel)
+    fn dial(dial: &dyn Dial, endpoint: &str) -> Result<Self::Client, DialError> {
+        dial.prefill(endpoint)
     }
 
-    async fn describe(client: &PrefillClient) -> Result<PrefillInfo, Status> {
+    async fn describe(client: &Self::Client) -> Result<PrefillInfo, Status> {
         client.worker().await
     }
 
