@@ -66,7 +66,8 @@ pub(crate) struct EngineArgs {
     /// Compute threads, shared by the ranks of the group; a prefill worker uses all of them. Default: all cores.
     #[arg(long, value_name = "T")]
     threads: Option<usize>,
-    /// Prompts with at most this many uncached tokens are prefilled on the decode group itself.
+    /// Prompts with at most this many uncached tokens may be prefilled on the decode group itself, where that is
+    /// cheaper than a hand-off.
     #[arg(long, value_name = "TOKENS")]
     local_prefill_max: Option<usize>,
 }

@@ -44,6 +44,7 @@ fn start(model: &Model, shape: (usize, usize), local_prefill_max: usize) -> Engi
         ..EngineConfig::default()
     };
     config.sched.local_prefill_max = local_prefill_max;
+    config.sched.reuse.handoff_latency = std::time::Duration::from_secs(3600);
     EnginePair::start(model, &config, 1, &tokio::runtime::Handle::current(), &|_, _| {}).unwrap()
 }
 

@@ -202,6 +202,7 @@ impl<B: Backend> Engine<B> {
             max_len: max_len.min(self.setup.max_seq_len),
             priority: submission.priority,
             kind,
+            remote_len: 0,
         };
         self.sched.submit(new).map_err(refusal)
     }

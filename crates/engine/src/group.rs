@@ -27,7 +27,7 @@ use longreach_proto::{
     WIRE_VERSION,
     worker::{KvLayout, RankTarget},
 };
-use longreach_sched::{SchedConfig, SchedStats, Scheduler};
+use longreach_sched::{ReuseCosts, SchedConfig, SchedStats, Scheduler};
 use longreach_types::{DcpLayout, Epoch, GroupShape, KvDtype, MergeForm, N_SHARDS, QueryForm, WeightForm};
 use tokio::{
     runtime::Handle,
@@ -84,7 +84,7 @@ pub struct EngineConfig {
     pub n_threads: usize,
     /// Which kernels; all give the same bits.
     pub isa: Isa,
-    /// Limits of the scheduler; `max_seq_len` there is set from the above.
+    /// Limits of the scheduler; `max_seq_len` and `reuse.kv_token_bytes` there are set from the above.
     pub sched: SchedConfig,
     /// Bounds of collectives.
     pub comm: CommConfig,
@@ -245,6 +245,8 @@ struct Plan {
     /// Blocks of every rank's pool: ranks of one DCP rank hold the same blocks, and plans name them once.
     n_blocks: usize,
     max_seq_len: usize,
+    /// KV of one token over all heads, as it travels.
+    kv_token_bytes: usize,
 }
 
 impl Plan {
@@ -262,7 +264,10 @@ impl Plan {
         let capacity = n_blocks * config.block_size * dcp.dcp_size();
         let wanted = config.max_seq_len.unwrap_or(usize::MAX);
         let max_seq_len = model.config.max_position.min(capacity).min(wanted);
-        Ok(Self { dcp, n_blocks, max_seq_len })
+        let layout = model.kv_layout(config);
+        let token_heads = layout.n_layers * layout.n_kv_heads;
+        let kv_token_bytes = token_heads * 2 * layout.head_dim * layout.kv_dtype.bytes();
+        Ok(Self { dcp, n_blocks, max_seq_len, kv_token_bytes })
     }
 
     fn setup(&self, model: &Model, config: &EngineConfig, targets: Vec<RankTarget>) -> EngineSetup {
@@ -283,7 +288,8 @@ impl Plan {
     fn scheduler(&self, config: &EngineConfig, epoch: Epoch) -> Result<Scheduler, BuildError> {
         let n_blocks = u32::try_from(self.n_blocks).unwrap_or(u32::MAX);
         let kv = KvManager::new(KvConfig::new(self.dcp, n_blocks));
-        let sched = SchedConfig { max_seq_len: self.max_seq_len, ..config.sched };
+        let reuse = ReuseCosts { kv_token_bytes: self.kv_token_bytes, ..config.sched.reuse };
+        let sched = SchedConfig { max_seq_len: self.max_seq_len, reuse, ..config.sched };
         sched.validate(&kv)?;
         Ok(Scheduler::new(sched, kv, epoch)?)
     }

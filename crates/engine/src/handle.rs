@@ -105,7 +105,8 @@ impl EngineInfo {
     /// Whether nothing is waiting, running, held or on its way.
     pub fn is_idle(&self) -> bool {
         let stats = &self.stats;
-        let n_seqs = stats.n_waiting + stats.n_receiving + stats.n_running + stats.n_sending + stats.n_held;
+        let n_coming = stats.n_waiting + stats.n_receiving + stats.n_pulling;
+        let n_seqs = n_coming + stats.n_running + stats.n_sending + stats.n_held;
         n_seqs == 0 && self.n_handoffs == 0 && stats.blocks.iter().all(|pool| pool.n_owned() == 0)
     }
 }

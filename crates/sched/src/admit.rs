@@ -15,8 +15,9 @@ use longreach_kv::{Allocation, KvError, Reason};
 use longreach_types::SeqId;
 
 use crate::events::{Event, Mode};
+use crate::reuse::{GroupLoad, KvSource, PromptReuse};
 use crate::scheduler::Scheduler;
-use crate::seq::{Order, Phase, SeqKind};
+use crate::seq::{Order, Phase, Seq, SeqKind};
 
 /// A sequence that there were too few blocks for.
 struct Blocked {
@@ -32,7 +33,7 @@ impl Scheduler {
         let (mut n_tried, mut most_passes) = (0, None);
         let candidates: Vec<Order> = self.waiting.iter().copied().collect();
         for order in candidates {
-            if self.running.len() + self.n_receiving >= self.config.max_seqs {
+            if self.running.len() + self.n_receiving + self.n_pulling >= self.config.max_seqs {
                 break;
             }
             let known_blocked = self.is_known_blocked(order.seq);
@@ -67,17 +68,16 @@ impl Scheduler {
     /// Moves a sequence out of the waiting set if there are blocks for it.
     fn try_admit(&mut self, order: Order) -> bool {
         let Some(state) = self.seqs.get_mut(&order.seq) else { return false };
-        let receives = state.kind == SeqKind::Receive && !state.wait.preempted;
         let idle = self.kv.is_idle();
         let request = Allocation {
             chain: &state.chain,
             len: state.chain.len(),
-            reason: if receives { Reason::Reserved } else { Reason::Running },
+            reason: Reason::Running,
             headroom: if idle { 0 } else { self.config.headroom(self.kv.n_blocks_per_rank()) },
         };
         match self.kv.allocate(order.seq, request) {
             Ok(cached_len) => {
-                self.place(order, cached_len, receives);
+                self.place(order, cached_len);
                 true
             }
             Err(error) => {
@@ -89,21 +89,28 @@ impl Scheduler {
     }
 
     /// The sequence has its blocks: where it goes now.
-    fn place(&mut self, order: Order, cached_len: usize, receives: bool) {
+    fn place(&mut self, order: Order, cached_len: usize) {
+        let mode = self.mode(order.seq, cached_len);
         let Some(state) = self.seqs.get_mut(&order.seq) else { return };
         let (seq, len) = (order.seq, state.chain.len());
-        let receives = receives && len - cached_len > self.config.local_prefill_max;
         state.computed_len = cached_len;
         let preempted = std::mem::take(&mut state.wait).preempted;
         self.waiting.remove(&order);
         self.waiting_tokens -= len;
-        if receives {
-            state.phase = Phase::Receiving;
-            self.n_receiving += 1;
-        } else {
-            state.phase = Phase::Running;
-            self.running.insert(state.order);
-            self.kv.set_reason(seq, Reason::Running).expect("blocks were just allocated");
+        state.phase = match mode {
+            Mode::Local => Phase::Running,
+            Mode::Receive => Phase::Receiving,
+            Mode::Pull => Phase::Pulling,
+        };
+        match mode {
+            Mode::Local => {
+                self.running.insert(state.order);
+            }
+            Mode::Receive => self.n_receiving += 1,
+            Mode::Pull => self.n_pulling += 1,
+        }
+        if mode != Mode::Local {
+            self.kv.set_reason(seq, Reason::Reserved).expect("blocks were just allocated");
         }
         if preempted {
             self.totals.recomputed_tokens += (len - cached_len) as u64;
@@ -114,7 +121,40 @@ impl Scheduler {
         self.totals.prefix_hit_tokens += cached_len as u64;
         let layout = self.kv.layout();
         let blocks = layout.n_blocks(cached_len)..layout.n_blocks(len);
-        let mode = if receives { Mode::Receive } else { Mode::Local };
         self.events.push(Event::Reserved { seq, cached_len, mode, blocks });
+    }
+
+    /// Where the KV of a sequence comes from, of whose prompt `cached_len` tokens are here.
+    fn mode(&self, seq: SeqId, cached_len: usize) -> Mode {
+        let Some(state) = self.seqs.get(&seq).filter(|state| !state.wait.preempted) else {
+            return Mode::Local;
+        };
+        let prompt_len = state.chain.len();
+        let prompt = match state.kind {
+            SeqKind::Local => return Mode::Local,
+            SeqKind::Receive => {
+                PromptReuse { prompt_len, group_len: cached_len, prefill_len: 0, group: Some(self.load()) }
+            }
+            SeqKind::Send => {
+                PromptReuse { prompt_len, group_len: state.remote_len, prefill_len: cached_len, group: None }
+            }
+        };
+        match (state.kind, self.config.reuse.choose(&prompt)) {
+            (SeqKind::Receive, KvSource::Push | KvSource::Pull) => Mode::Receive,
+            (SeqKind::Send, KvSource::Pull) => Mode::Pull,
+            _ => Mode::Local,
+        }
+    }
+
+    /// What a prompt that is computed here meets.
+    fn load(&self) -> GroupLoad {
+        let running = self.running.iter().filter_map(|order| self.seqs.get(&order.seq));
+        let (decoding, prefilling): (Vec<_>, Vec<_>) =
+            running.map(Seq::pending_len).partition(|pending_len| *pending_len == 1);
+        GroupLoad {
+            max_len: self.config.local_prefill_max,
+            pending_tokens: prefilling.iter().sum(),
+            n_decoding: decoding.len(),
+        }
     }
 }

@@ -19,6 +19,8 @@ impl Scheduler {
         AuditError::check(running == self.running, || "the running set is wrong".into())?;
         let n_receiving = by_phase(Phase::Receiving).count();
         AuditError::check(n_receiving == self.n_receiving, || "the count of receiving ones is wrong".into())?;
+        let n_pulling = by_phase(Phase::Pulling).count();
+        AuditError::check(n_pulling == self.n_pulling, || "the count of pulling ones is wrong".into())?;
         let tokens: usize = by_phase(Phase::Waiting).map(|seq| seq.chain.len()).sum();
         AuditError::check(tokens == self.waiting_tokens, || "the count of waiting tokens is wrong".into())?;
 
@@ -34,13 +36,14 @@ impl Scheduler {
         let computed = match seq.phase {
             Phase::Waiting => computed_len == 0,
             Phase::Receiving => computed_len < len,
+            Phase::Pulling => computed_len < seq.remote_len,
             Phase::Running => computed_len < len && Some(computed_len) == self.kv.computed_len(id),
             Phase::Sending => computed_len == seq.prompt_len,
         };
         AuditError::check(computed, || format!("sequence {id}: {computed_len} of {len} in {:?}", seq.phase))?;
         let reason = match seq.phase {
             Phase::Waiting => None,
-            Phase::Receiving => Some(Reason::Reserved),
+            Phase::Receiving | Phase::Pulling => Some(Reason::Reserved),
             Phase::Running => Some(Reason::Running),
             Phase::Sending => Some(Reason::Sending),
         };

@@ -2,6 +2,8 @@
 
 use longreach_kv::KvManager;
 
+use crate::reuse::ReuseCosts;
+
 /// Limits of a [`crate::Scheduler`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SchedConfig {
@@ -31,9 +33,12 @@ pub struct SchedConfig {
     /// Waiting sequences tried for admission per call. More: a request that fits is found behind many that do
     /// not. Fewer: less time between steps when many wait. Those known not to fit cost nothing.
     pub admission_window: usize,
-    /// A sequence of kind `Receive` whose uncached prompt is at most this long is computed here instead, for
-    /// the round trip to a prefill worker costs more. 0: always receive.
+    /// A sequence of kind `Receive` may be computed here instead if its uncached prompt is at most this long, and is
+    /// if `reuse` finds that cheaper. Longer: fewer hand-offs. Shorter: no prompt takes many rows of a step from
+    /// the sequences that decode. 0: always receive.
     pub local_prefill_max: usize,
+    /// What computing and moving KV costs: decides where it comes from.
+    pub reuse: ReuseCosts,
     /// Fraction of each pool that admission leaves available, so that running sequences can grow. More: fewer
     /// preemptions. Less: fuller pools. Not applied while nobody holds a block.
     pub watermark_frac: f64,
@@ -63,6 +68,9 @@ pub enum ConfigError {
         /// Positions all blocks hold.
         capacity: usize,
     },
+    /// A cost of which no comparison could be made.
+    #[error("reuse.{0} is no cost; rates must be finite and above 0, weights finite and at least 0")]
+    Reuse(&'static str),
     /// Not a fraction that leaves blocks to hand out.
     #[error("watermark_frac is {0}; it must be at least 0 and below 1")]
     Watermark(f64),
@@ -80,6 +88,7 @@ impl Default for SchedConfig {
             max_passes: 32,
             admission_window: 256,
             local_prefill_max: 64,
+            reuse: ReuseCosts::default(),
             watermark_frac: 0.01,
         }
     }
@@ -107,6 +116,9 @@ impl SchedConfig {
         let (max_seq_len, capacity) = (self.max_seq_len, kv.max_seq_len());
         if max_seq_len > capacity {
             return Err(ConfigError::LimitAboveCapacity { max_seq_len, capacity });
+        }
+        if let Some(field) = self.reuse.first_bad_field() {
+            return Err(ConfigError::Reuse(field));
         }
         if !(0.0..1.0).contains(&self.watermark_frac) {
             return Err(ConfigError::Watermark(self.watermark_frac));

@@ -61,6 +61,8 @@ pub enum Mode {
     Local,
     /// A prefill worker; its KV comes by hand-off.
     Receive,
+    /// This engine, once it has pulled the KV of the prefix that the receiving group holds.
+    Pull,
 }
 
 /// Why a sequence ended.
@@ -120,7 +122,7 @@ pub enum Refused {
     Duplicate(SeqId),
 }
 
-/// KV was reported for a sequence that does not wait for any: it has ended, or was never to receive. Count it
+/// KV was reported for a sequence that does not wait for any: it has ended, or was never to receive or pull. Count it
 /// and go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("sequence {0} does not wait for KV")]

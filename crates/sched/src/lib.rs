@@ -8,14 +8,16 @@
 //!            submit                  admission                      received
 //!   (caller) ──────► Waiting ──┬──────────────────► Receiving ──────────────────┐
 //!                       ▲      │ Reserved{Receive}                              ▼
-//!                       │      └───────────────────────────────────────────► Running ──► Sending
-//!                       └──────────────── preempted, to the front ──────────────┘  first token, Send only
+//!                       │      ├───────────────────────────────────────────► Running ──► Sending
+//!                       │      │ Reserved{Pull}          pulled, pull_failed    ▲ │  first token, Send only
+//!                       │      └──────────────────► Pulling ────────────────────┘ │
+//!                       └──────────────── preempted, to the front ────────────────┘
 //!
 //!   any of them ── finish, abort, release, length, out of blocks ──► Ended, exactly one event
 //! ```
 //!
 //! The driving loop, at its own pace: hand in what arrived ([`Scheduler::submit`], [`Scheduler::received`],
-//! [`Scheduler::abort`], …), take a plan ([`Scheduler::next_plan`]), run it, report it
+//! [`Scheduler::pulled`], [`Scheduler::abort`], …), take a plan ([`Scheduler::next_plan`]), run it, report it
 //! ([`Scheduler::complete`]), and handle [`Scheduler::take_events`] after each. One step is in flight at a time.
 //! Everything but `complete` may also be called while it runs: what would disturb it takes effect when it
 //! is over, and blocks it writes to are not given to anyone else before.
@@ -28,6 +30,7 @@ mod audit;
 mod config;
 mod events;
 mod plan;
+mod reuse;
 mod scheduler;
 mod seq;
 mod stats;
@@ -36,6 +39,7 @@ mod tests;
 
 pub use config::{ConfigError, SchedConfig};
 pub use events::{End, Event, Mode, NotReceiving, Refused, Sampled, StepOutcome, WrongStep};
+pub use reuse::{GroupLoad, KvSource, PromptReuse, ReuseCosts};
 pub use scheduler::Scheduler;
 pub use seq::{NewSeq, Phase, SeqKind};
 pub use stats::{SchedStats, SchedTotals};

@@ -20,6 +20,7 @@ pub struct Scheduler {
     pub(crate) waiting: BTreeSet<Order>,
     pub(crate) running: BTreeSet<Order>,
     pub(crate) n_receiving: usize,
+    pub(crate) n_pulling: usize,
     pub(crate) waiting_tokens: usize,
     /// Ended sequences that still hold blocks.
     pub(crate) leftovers: BTreeMap<SeqId, Leftover>,
@@ -69,6 +70,7 @@ impl Scheduler {
             waiting: BTreeSet::new(),
             running: BTreeSet::new(),
             n_receiving: 0,
+            n_pulling: 0,
             waiting_tokens: 0,
             leftovers: BTreeMap::new(),
             in_flight: None,
@@ -106,6 +108,37 @@ impl Scheduler {
         self.register(seq);
         self.append(seq, &[first_token]);
         Ok(())
+    }
+
+    /// The prefix of a pulling sequence, see [`NewSeq::remote_len`], is in its blocks and was verified.
+    pub fn pulled(&mut self, seq: SeqId) -> Result<(), NotReceiving> {
+        let state = self.end_pull(seq)?;
+        let cached_len = std::mem::replace(&mut state.computed_len, state.remote_len);
+        let n_pulled = state.remote_len - cached_len;
+        self.totals.pulls += 1;
+        self.totals.pulled_tokens += n_pulled as u64;
+        self.register(seq);
+        Ok(())
+    }
+
+    /// The prefix of a pulling sequence did not come, or not all of it: it is computed here, from the end of what was
+    /// cached. Whatever the pull wrote into the blocks is written over before it is read; nothing may be written for
+    /// the pull from now on.
+    pub fn pull_failed(&mut self, seq: SeqId) -> Result<(), NotReceiving> {
+        self.end_pull(seq)?;
+        self.totals.pull_fallbacks += 1;
+        Ok(())
+    }
+
+    /// Lets a pulling sequence compute.
+    fn end_pull(&mut self, seq: SeqId) -> Result<&mut Seq, NotReceiving> {
+        let state = self.seqs.get_mut(&seq).filter(|state| state.phase == Phase::Pulling);
+        let state = state.ok_or(NotReceiving(seq))?;
+        state.phase = Phase::Running;
+        self.n_pulling -= 1;
+        self.running.insert(state.order);
+        self.kv.set_reason(seq, Reason::Running).expect("a pulling sequence holds blocks");
+        Ok(state)
     }
 
     /// Proposes the next tokens of a sequence that decodes. The next step verifies as many as fit the budget,
@@ -230,10 +263,12 @@ impl Scheduler {
 
     /// Figures for metrics. O(sequences).
     pub fn stats(&self) -> SchedStats {
-        let pending = self.seqs.values().filter(|seq| matches!(seq.phase, Phase::Waiting | Phase::Running));
+        let is_pending = |phase| matches!(phase, Phase::Waiting | Phase::Pulling | Phase::Running);
+        let pending = self.seqs.values().filter(|seq| is_pending(seq.phase));
         SchedStats {
             n_waiting: self.waiting.len(),
             n_receiving: self.n_receiving,
+            n_pulling: self.n_pulling,
             n_running: self.running.len(),
             n_sending: self.seqs.values().filter(|seq| seq.phase == Phase::Sending).count(),
             n_held: self.leftovers.len(),
@@ -277,6 +312,7 @@ impl Scheduler {
                 self.waiting_tokens -= state.chain.len();
             }
             Phase::Receiving => self.n_receiving -= 1,
+            Phase::Pulling => self.n_pulling -= 1,
             Phase::Running => {
                 self.running.remove(&state.order);
             }

@@ -21,6 +21,9 @@ pub struct NewSeq {
     pub priority: i32,
     /// Where the KV of the prompt comes from, and what becomes of it.
     pub kind: SeqKind,
+    /// Of a `Send`: leading prompt tokens whose KV the receiving group holds, and lets us pull. A block that is not
+    /// full does not count. 0 for the other kinds.
+    pub remote_len: usize,
 }
 
 /// Where the KV of a prompt comes from, and what becomes of it.
@@ -41,6 +44,8 @@ pub enum Phase {
     Waiting,
     /// Holds blocks that a hand-off fills.
     Receiving,
+    /// Holds blocks whose first part is pulled from the group that the rest will be sent to.
+    Pulling,
     /// Computes.
     Running,
     /// Computed; its blocks are being sent.
@@ -57,6 +62,8 @@ pub(crate) struct Seq {
     pub(crate) order: Order,
     pub(crate) phase: Phase,
     pub(crate) computed_len: usize,
+    /// Whole blocks of the prompt that can be pulled, in tokens; short of the last token, which must run.
+    pub(crate) remote_len: usize,
     /// Proposed next tokens, to be verified in the next step.
     pub(crate) drafts: Vec<TokenId>,
     pub(crate) wait: Wait,
@@ -88,8 +95,10 @@ pub(crate) struct Wait {
 impl Seq {
     pub(crate) fn new(new: NewSeq, arrival: u64, block_size: usize) -> Self {
         let order = Order { priority: Reverse(new.priority), not_preempted: true, arrival, seq: new.seq };
+        let remote_len = new.remote_len.min(new.tokens.len().saturating_sub(1)) / block_size * block_size;
         Self {
             prompt_len: new.tokens.len(),
+            remote_len,
             chain: TokenChain::new(new.salt, block_size, new.tokens),
             max_len: new.max_len,
             kind: new.kind,

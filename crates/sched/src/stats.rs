@@ -9,6 +9,8 @@ pub struct SchedStats {
     pub n_waiting: usize,
     /// Sequences whose KV is on its way.
     pub n_receiving: usize,
+    /// Sequences whose prefix is being pulled.
+    pub n_pulling: usize,
     /// Sequences that compute.
     pub n_running: usize,
     /// Sequences whose KV is being sent.
@@ -17,7 +19,7 @@ pub struct SchedStats {
     pub n_held: usize,
     /// Tokens of waiting sequences.
     pub waiting_tokens: usize,
-    /// Tokens accepted whose KV is not computed yet: those of waiting and running sequences.
+    /// Tokens accepted whose KV is not computed yet: those of waiting, pulling and running sequences.
     pub pending_tokens: usize,
     /// Blocks by state and reason, by DCP rank.
     pub blocks: Vec<PoolCounts>,
@@ -42,6 +44,12 @@ pub struct SchedTotals {
     pub prefix_lookup_tokens: u64,
     /// Tokens found there: `prefix_hit_tokens / prefix_lookup_tokens` is the hit rate.
     pub prefix_hit_tokens: u64,
+    /// Prefixes pulled from the group that the rest was sent to.
+    pub pulls: u64,
+    /// Their tokens beyond what was found in the own prefix cache.
+    pub pulled_tokens: u64,
+    /// Pulls that failed or took too long, and were computed instead.
+    pub pull_fallbacks: u64,
     /// Tokens computed again after preemptions. Never part of the hit rate.
     pub recomputed_tokens: u64,
     /// Entries of outcomes that named no sequence that was to sample, or too few or too many tokens. An abort

@@ -2,7 +2,7 @@ use longreach_kv::{KvConfig, KvManager};
 use longreach_types::{DcpLayout, SeqId, TokenId};
 use proptest::prelude::*;
 
-use super::world::{Faults, Spec, VOCAB, World, next_token};
+use super::world::{Faults, Spec, VOCAB, World, next_token, pulls_pay};
 use crate::{Phase, SchedConfig, Scheduler, SeqKind};
 
 const MAX_LEN: usize = 24;
@@ -16,6 +16,7 @@ enum Op {
     Abandon,
     Deliver { nth: usize },
     StopTransfer { nth: usize },
+    Pull { nth: usize, arrives: bool },
     End { nth: usize, how: usize },
     Drafts { nth: usize, n_right: usize, n_wrong: usize },
     Flush,
@@ -27,9 +28,17 @@ const ENDS: [fn(&mut Scheduler, SeqId) -> bool; 3] =
 fn spec() -> impl Strategy<Value = Spec> {
     let kind = prop::sample::select(vec![SeqKind::Local, SeqKind::Receive, SeqKind::Send]);
     let prompt = prop::collection::vec(0..VOCAB as u32, 1..16);
-    (0..2_u8, prompt, 1..9_usize, 0..3_i32, kind).prop_map(|(tenant, prompt, n_output, priority, kind)| {
-        Spec { tenant, prompt, n_output, priority, kind }
-    })
+    let remote_len = prop_oneof![Just(0), 0..20_usize];
+    (0..2_u8, prompt, 1..9_usize, 0..3_i32, kind, remote_len).prop_map(
+        |(tenant, prompt, n_output, priority, kind, remote_len)| Spec {
+            tenant,
+            prompt,
+            n_output,
+            priority,
+            kind,
+            remote_len,
+        },
+    )
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -43,6 +52,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::Abandon),
         4 => nth().prop_map(|nth| Op::Deliver { nth }),
         3 => nth().prop_map(|nth| Op::StopTransfer { nth }),
+        4 => (nth(), any::<bool>()).prop_map(|(nth, arrives)| Op::Pull { nth, arrives }),
         3 => (nth(), 0..ENDS.len()).prop_map(|(nth, how)| Op::End { nth, how }),
         3 => (nth(), 0..3_usize, 0..3_usize)
             .prop_map(|(nth, n_right, n_wrong)| Op::Drafts { nth, n_right, n_wrong }),
@@ -75,6 +85,7 @@ fn sched_config() -> impl Strategy<Value = SchedConfig> {
                 admission_window,
                 local_prefill_max,
                 watermark_frac: watermark as f64 * 0.1,
+                reuse: pulls_pay(),
             }
         },
     )
@@ -115,6 +126,13 @@ fn apply(world: &mut World, op: Op) {
         Op::StopTransfer { nth } => {
             if let Some(seq) = pick(world, nth) {
                 world.stop_transfer(seq);
+            }
+        }
+        Op::Pull { nth, arrives } => {
+            if let Some(seq) = pick(world, nth)
+                && world.sched.phase(seq) == Some(Phase::Pulling)
+            {
+                world.pull(seq, arrives);
             }
         }
         Op::End { nth, how } => {

@@ -3,13 +3,17 @@
 //! compares every context position it reads: a block that is shared, reused or freed wrongly shows as foreign KV.
 //! A sequence's tokens depend on its prompt alone, so preemption, chunking and batch mates must not change them.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use longreach_kv::{KvConfig, KvManager, PoolCounts, PrefixSalt, Reason};
 use longreach_types::{BlockId, DcpLayout, Epoch, SeqId, SeqStep, StepPlan, TokenId};
 
 use crate::{
-    End, Event, Mode, NewSeq, Phase, Refused, Sampled, SchedConfig, Scheduler, SeqKind, StepOutcome,
+    End, Event, Mode, NewSeq, NotReceiving, Phase, Refused, ReuseCosts, Sampled, SchedConfig, Scheduler,
+    SeqKind, StepOutcome,
 };
 
 /// Small, so that sequences share prefixes by chance.
@@ -30,6 +34,8 @@ pub(super) struct Record {
     pub(super) prompt_len: usize,
     pub(super) max_len: usize,
     pub(super) kind: SeqKind,
+    /// Whole blocks of the prompt that can be pulled.
+    remote_len: usize,
     pub(super) reserved: Option<(usize, Mode)>,
     pub(super) n_preempted: usize,
     waits_again: bool,
@@ -46,6 +52,7 @@ pub(super) struct Spec {
     pub(super) n_output: usize,
     pub(super) priority: i32,
     pub(super) kind: SeqKind,
+    pub(super) remote_len: usize,
 }
 
 /// A share of the calls that go wrong, as a function of a counter.
@@ -57,13 +64,24 @@ pub(super) struct Faults {
 
 impl Spec {
     pub(super) fn new(prompt: impl IntoIterator<Item = u32>, n_output: usize, kind: SeqKind) -> Self {
-        Self { tenant: 0, prompt: prompt.into_iter().collect(), n_output, priority: 0, kind }
+        Self { tenant: 0, prompt: prompt.into_iter().collect(), n_output, priority: 0, kind, remote_len: 0 }
     }
 }
 
 /// Limits that never bind by themselves.
 pub(super) fn wide_config(max_seq_len: usize) -> SchedConfig {
-    SchedConfig { max_seq_len, local_prefill_max: 0, watermark_frac: 0.0, ..SchedConfig::default() }
+    SchedConfig {
+        max_seq_len,
+        local_prefill_max: 0,
+        watermark_frac: 0.0,
+        reuse: pulls_pay(),
+        ..SchedConfig::default()
+    }
+}
+
+/// What can be computed here is, and what can be pulled is.
+pub(super) fn pulls_pay() -> ReuseCosts {
+    ReuseCosts { pull_latency: Duration::ZERO, stall_weight: 0.0, ..ReuseCosts::default() }
 }
 
 pub(super) fn kv(block_size: usize, dcp_size: usize, n_blocks: u32) -> KvManager {
@@ -105,13 +123,17 @@ impl World {
             max_len,
             priority: spec.priority,
             kind: spec.kind,
+            remote_len: spec.remote_len,
         })?;
+        let block_size = self.sched.kv().layout().block_size();
+        let remote_len = spec.remote_len.min(prompt_len - 1) / block_size * block_size;
         let record = Record {
             tenant: spec.tenant,
             tokens,
             prompt_len,
             max_len,
             kind: spec.kind,
+            remote_len,
             reserved: None,
             n_preempted: 0,
             waits_again: false,
@@ -223,9 +245,16 @@ impl World {
                 assert!(record.reserved.replace((cached_len, mode)).is_none(), "reserved once");
                 assert!(cached_len < record.prompt_len);
                 assert_eq!(blocks, layout.n_blocks(cached_len)..layout.n_blocks(record.prompt_len));
-                if mode == Mode::Receive {
-                    assert_eq!(record.kind, SeqKind::Receive);
-                    record.transfer = tables;
+                match mode {
+                    Mode::Local => {}
+                    Mode::Receive => {
+                        assert_eq!(record.kind, SeqKind::Receive);
+                        record.transfer = tables;
+                    }
+                    Mode::Pull => {
+                        assert_eq!(record.kind, SeqKind::Send);
+                        assert!(cached_len < record.remote_len, "there is something to pull");
+                    }
                 }
             }
             Event::Preempted { seq } => {
@@ -289,6 +318,24 @@ impl World {
         self.settle();
     }
 
+    /// The prefix of a pulling sequence arrives in full, or only some of it, and not what it should be.
+    pub(super) fn pull(&mut self, seq: SeqId, arrives: bool) {
+        let record = &self.seqs[&seq];
+        let (cached_len, remote_len) = (self.sched.computed_len(seq).unwrap(), record.remote_len);
+        let tables = self.sched.tables(seq).unwrap().to_vec();
+        let expected = digests(record.tenant, &record.tokens);
+        for (pos, &digest) in expected.iter().enumerate().take(remote_len).skip(cached_len) {
+            let (rank, slot) = self.slot(&tables, pos);
+            self.arena[rank][slot] = if arrives { digest } else { !digest };
+        }
+        let told = if arrives { self.sched.pulled(seq) } else { self.sched.pull_failed(seq) };
+        told.unwrap();
+        assert_eq!(self.sched.computed_len(seq), Some(if arrives { remote_len } else { cached_len }));
+        assert_eq!(self.sched.pulled(seq), Err(NotReceiving(seq)), "once");
+        assert_eq!(self.sched.pull_failed(seq), Err(NotReceiving(seq)), "once");
+        self.settle();
+    }
+
     /// A transfer stops, whichever way it went; its sequence's blocks are not needed any more.
     pub(super) fn stop_transfer(&mut self, seq: SeqId) {
         let record = &self.seqs[&seq];
@@ -337,11 +384,11 @@ impl World {
     }
 
     pub(super) fn move_transfers(&mut self) {
-        let open: Vec<_> =
-            self.seqs.iter().filter(|(_, r)| r.transfer.is_some()).map(|(seq, _)| *seq).collect();
-        for seq in open {
+        let seqs: Vec<_> = self.seqs.keys().copied().collect();
+        for seq in seqs {
             match self.sched.phase(seq) {
                 Some(Phase::Receiving) => self.deliver(seq),
+                Some(Phase::Pulling) => self.pull(seq, true),
                 _ => self.stop_transfer(seq),
             }
         }
