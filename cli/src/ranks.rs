@@ -7,8 +7,8 @@
 use std::{net::SocketAddr, process::Stdio, time::Duration};
 
 use longreach_engine::{
-    EngineConfig, Model, RunningEngine,
-    process::{Peers, ProcessRank, random_secret},
+    EngineConfig, Member, Model, Rank, RunningEngine,
+    process::{Peers, random_secret},
     serve::Door,
 };
 use longreach_proto::worker::kv_server;
@@ -75,7 +75,7 @@ async fn bind() -> Result<Bound, CliError> {
 }
 
 /// Serves a rank's KV door until `close`.
-fn serve(door: Door, rank: &ProcessRank, (tasks, close): (&TaskTracker, &CancellationToken)) {
+fn serve(door: Door, rank: &Member, (tasks, close): (&TaskTracker, &CancellationToken)) {
     let routes = Routes::new(kv_server(rank.inlet().into()));
     let close = close.clone();
     tasks.spawn(async move {
@@ -108,9 +108,9 @@ impl RankProcesses {
             stdin.write_all(line.as_bytes()).await.map_err(|error| CliError::start(&error))?;
         }
         let peers = peers(&group)?;
-        let (loading, config, epoch) = (model.clone(), config.clone(), peers.epoch);
+        let (loading, config) = (model.clone(), config.clone());
         let bar = model::progress("packing");
-        let rank = blocking(move || ProcessRank::load(&loading, &config, (0, epoch), &bar)).await?;
+        let rank = blocking(move || Rank::load(&loading, &config, 0, &bar)).await?.enlist(Epoch(group.epoch));
         let (tasks, close) = (TaskTracker::new(), CancellationToken::new());
         serve(own.door, &rank, (&tasks, &close));
         let endpoints = addrs.into_iter().map(|rank| rank.kv).collect();
@@ -163,7 +163,6 @@ fn peers(group: &GroupAddrs) -> Result<Peers, CliError> {
     Ok(Peers {
         addrs: group.peers.clone(),
         secret: group.secret.parse().map_err(|error| CliError::start(&error))?,
-        epoch: Epoch(group.epoch),
         connect_timeout: CONNECT_TIMEOUT,
     })
 }
@@ -179,8 +178,8 @@ pub(crate) async fn run_child(args: RankArgs) -> Result<(), CliError> {
     let Some(line) = line else { return Ok(()) };
     let group: GroupAddrs = serde_json::from_str(&line).map_err(|error| CliError::start(&error))?;
     let peers = peers(&group)?;
-    let (idx, epoch) = (args.rank, peers.epoch);
-    let rank = blocking(move || ProcessRank::load(&model, &config, (idx, epoch), &|_, _| {})).await?;
+    let rank = blocking(move || Rank::load(&model, &config, args.rank, &|_, _| {})).await?;
+    let rank = rank.enlist(Epoch(group.epoch));
     let (tasks, close) = (TaskTracker::new(), CancellationToken::new());
     serve(own.door, &rank, (&tasks, &close));
     let (listener, runtime) = (own.peer, Handle::current());

@@ -20,13 +20,21 @@ pub enum LeaderMessage {
 
 /// From a rank to the leader.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FollowerMessage {
-    /// Who.
-    pub rank: usize,
-    /// About which hand-off.
-    pub handoff: HandoffId,
-    /// What happened.
-    pub event: FollowerEvent,
+pub enum FollowerMessage {
+    /// About a hand-off.
+    Kv {
+        /// Who.
+        rank: usize,
+        /// Which hand-off.
+        handoff: HandoffId,
+        /// What happened.
+        event: FollowerEvent,
+    },
+    /// The rank's process drains: the leader is to end the epoch in good order.
+    Leaving {
+        /// Who.
+        rank: usize,
+    },
 }
 
 /// What happened to a hand-off on one rank.
@@ -161,12 +169,17 @@ impl FollowerMessage {
     /// The bytes that go on the link.
     pub fn encode(&self) -> Vec<u8> {
         use pb::follower_message::Message as M;
-        let (handoff_id, rank) = (handoff_bytes(self.handoff), self.rank as u32);
-        let message = match &self.event {
-            FollowerEvent::Expected => M::Expected(pb::KvExpected { handoff_id, rank }),
-            FollowerEvent::Received => M::Received(pb::KvReceived { handoff_id, rank }),
-            FollowerEvent::Refused(reason) => {
-                M::Refused(pb::KvRefused { handoff_id, rank, reason: reason.clone() })
+        let message = match self {
+            Self::Leaving { rank } => M::Leaving(pb::Leaving { rank: *rank as u32 }),
+            Self::Kv { rank, handoff, event } => {
+                let (handoff_id, rank) = (handoff_bytes(*handoff), *rank as u32);
+                match event {
+                    FollowerEvent::Expected => M::Expected(pb::KvExpected { handoff_id, rank }),
+                    FollowerEvent::Received => M::Received(pb::KvReceived { handoff_id, rank }),
+                    FollowerEvent::Refused(reason) => {
+                        M::Refused(pb::KvRefused { handoff_id, rank, reason: reason.clone() })
+                    }
+                }
             }
         };
         pb::FollowerMessage { message: Some(message) }.encode_to_vec()
@@ -180,8 +193,9 @@ impl FollowerMessage {
             M::Expected(m) => (m.rank, m.handoff_id, FollowerEvent::Expected),
             M::Received(m) => (m.rank, m.handoff_id, FollowerEvent::Received),
             M::Refused(m) => (m.rank, m.handoff_id, FollowerEvent::Refused(m.reason)),
+            M::Leaving(m) => return Ok(Self::Leaving { rank: m.rank as usize }),
         };
-        Ok(Self { rank: rank as usize, handoff: handoff(&handoff_id)?, event })
+        Ok(Self::Kv { rank: rank as usize, handoff: handoff(&handoff_id)?, event })
     }
 }
 
@@ -212,8 +226,9 @@ mod tests {
         ] {
             assert_eq!(LeaderMessage::decode(&message.encode()).unwrap(), message);
         }
-        for event in [FollowerEvent::Expected, FollowerEvent::Received, FollowerEvent::Refused("x".into())] {
-            let message = FollowerMessage { rank: 3, handoff: HandoffId(1), event };
+        let events = [FollowerEvent::Expected, FollowerEvent::Received, FollowerEvent::Refused("x".into())];
+        let about_kv = |event| FollowerMessage::Kv { rank: 3, handoff: HandoffId(1), event };
+        for message in events.map(about_kv).into_iter().chain([FollowerMessage::Leaving { rank: 2 }]) {
             assert_eq!(FollowerMessage::decode(&message.encode()).unwrap(), message);
         }
         assert!(LeaderMessage::decode(&[0xff]).is_err() && FollowerMessage::decode(&[]).is_err());

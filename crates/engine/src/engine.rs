@@ -154,6 +154,7 @@ impl<B: Backend> Engine<B> {
         match input {
             Input::Command(Command::Submit(arrival)) => self.arrive(*arrival),
             Input::Command(Command::FlushCache) => self.sched.flush_cache(),
+            Input::Command(Command::HandOver) => self.hand_over()?,
             Input::Command(Command::Stop) | Input::Abandoned => self.is_stopping = true,
             Input::Delivery(delivery) => {
                 // A rank without KV heads sees only begin and end; other ranks tell nobody how far they are.
@@ -313,6 +314,17 @@ impl<B: Backend> Engine<B> {
         // Writes of a dropped hand-off cannot land later: ranks copy cells in their own threads, and every rank
         // takes the drop before any plan that could use the blocks again.
         self.sched.abort(seq);
+        Ok(())
+    }
+
+    /// Ends every sequence as a death of the group would, but first: nothing is left half done, and routers need not
+    /// find out.
+    fn hand_over(&mut self) -> Result<(), EngineFailure> {
+        let seqs: Vec<_> = self.live.keys().copied().collect();
+        info!(n_seqs = seqs.len(), "handing sequences over");
+        for seq in seqs {
+            self.abort(seq, WorkerError::Unavailable("draining, the output goes on elsewhere"))?;
+        }
         Ok(())
     }
 
@@ -478,16 +490,23 @@ impl<B: Backend> Engine<B> {
         let message = message.map_err(|source| EngineFailure::Link { rank, source })?;
         let message =
             FollowerMessage::decode(&message).map_err(|source| EngineFailure::Message { rank, source })?;
-        match message.event {
+        let (handoff, event) = match message {
+            FollowerMessage::Kv { handoff, event, .. } => (handoff, event),
+            FollowerMessage::Leaving { .. } => {
+                self.info.send_modify(|info| info.leaving = Some(rank));
+                return Ok(());
+            }
+        };
+        match event {
             FollowerEvent::Expected => {
-                let progress = self.inbound.expected(message.handoff);
+                let progress = self.inbound.expected(handoff);
                 self.progress(progress)
             }
             FollowerEvent::Received => {
-                let progress = self.inbound.received(message.handoff, None);
+                let progress = self.inbound.received(handoff, None);
                 self.progress(progress)
             }
-            FollowerEvent::Refused(reason) => self.refused(message.handoff, rank, reason),
+            FollowerEvent::Refused(reason) => self.refused(handoff, rank, reason),
         }
     }
 

@@ -110,6 +110,6 @@ impl<B: Backend> Follower<B> {
     }
 
     fn tell(&self, handoff: HandoffId, event: FollowerEvent) -> Result<(), FollowerFailure> {
-        Ok(self.leader.send(&FollowerMessage { rank: self.idx, handoff, event }.encode())?)
+        Ok(self.leader.send(&FollowerMessage::Kv { rank: self.idx, handoff, event }.encode())?)
     }
 }

@@ -80,6 +80,8 @@ pub struct EngineInfo {
     pub stats: SchedStats,
     /// Hand-offs that are being sent or received.
     pub n_handoffs: usize,
+    /// A rank whose process drains; the group is to end its epoch in good order.
+    pub leaving: Option<usize>,
     /// Why the engine has failed, if it has.
     pub failure: Option<String>,
 }
@@ -115,6 +117,7 @@ impl EngineInfo {
 pub(crate) enum Command {
     Submit(Box<Arrival>),
     FlushCache,
+    HandOver,
     Stop,
 }
 
@@ -171,6 +174,12 @@ impl EngineHandle {
     /// Forgets all cached prefixes.
     pub async fn flush_cache(&self) -> Result<(), WorkerError> {
         self.commands.send(Command::FlushCache).await.map_err(|_| self.stopped())
+    }
+
+    /// Ends every sequence with an error by which its router takes it up elsewhere.
+    pub async fn hand_over(&self) {
+        // An engine that has stopped has none.
+        let _stopped = self.commands.send(Command::HandOver).await;
     }
 
     /// Ends the engine after its current step; sequences in flight get an error.

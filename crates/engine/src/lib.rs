@@ -10,6 +10,7 @@
 //! prefill ──Push──► KvInlet (per rank) ─►  └──► follower threads ─────────┘
 //! ```
 
+pub mod door;
 mod engine;
 mod follower;
 pub mod group;
@@ -18,16 +19,21 @@ mod inbound;
 pub mod inlet;
 mod intake;
 mod live;
+pub mod member;
 mod outbound;
 pub mod pair;
 pub mod process;
 pub mod rank;
 mod send;
 pub mod serve;
+pub mod setup;
 pub mod transport;
 
-pub use group::{BuildError, DecodeGroup, EngineConfig, Model, RunningEngine, start_prefill};
+pub use door::KvDoor;
+pub use group::{DecodeGroup, GroupLife, start_prefill};
 pub use handle::{EngineEvent, EngineHandle, EngineInfo, SeqStream, Submission, Work};
 pub use inlet::KvInlet;
+pub use member::{Member, Rank, RunningEngine, RunningFollower};
 pub use pair::{EnginePair, Generated};
+pub use setup::{BuildError, EngineConfig, Model};
 pub use transport::{GrpcTransport, KvTransport, LocalTransport};

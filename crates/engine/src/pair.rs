@@ -9,8 +9,10 @@ use longreach_types::{Epoch, FinishReason, Prompt, RequestId, SamplingParams};
 use tokio::runtime::Handle;
 
 use crate::{
-    group::{BuildError, DecodeGroup, EngineConfig, Model, RunningEngine, start_prefill},
+    group::{DecodeGroup, start_prefill},
     handle::{EngineEvent, SeqStream, Submission, Work},
+    member::RunningEngine,
+    setup::{BuildError, EngineConfig, Model},
     transport::LocalTransport,
 };
 
@@ -44,7 +46,7 @@ impl EnginePair {
         runtime: &Handle,
         progress: &(dyn Fn(usize, usize) + Sync),
     ) -> Result<Self, BuildError> {
-        let group = DecodeGroup::load(model, config, Epoch(1), progress)?;
+        let group = DecodeGroup::load(model, config, progress)?.enlist(Epoch(1));
         let transport = LocalTransport::default();
         let inlets = group.inlets().into_iter().enumerate();
         let endpoints = inlets.map(|(rank, inlet)| {

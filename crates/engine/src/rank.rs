@@ -2,7 +2,7 @@
 //!
 //! Leader and followers own one each; what differs between them is who decides, not what a rank does.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, sync::Arc};
 
 use longreach_kv::{
     Commit, CoverageDigest, CoverageError, DropReason, Incoming, IncomingError, IncomingState, Inserted,
@@ -23,7 +23,7 @@ use crate::inlet::Delivery;
 
 /// A rank that can run steps and receive KV.
 pub struct RankWorker<B: Backend> {
-    shard: ModelShard<B>,
+    shard: Arc<ModelShard<B>>,
     kv: B::Kv,
     comms: Comms<B::Comm>,
     scratch: Scratch<B::Tensor>,
@@ -78,7 +78,7 @@ pub enum StepError {
 
 impl<B: Backend> RankWorker<B> {
     /// A rank whose KV holds nothing.
-    pub fn new(shard: ModelShard<B>, kv: B::Kv, comms: Comms<B::Comm>, epoch: Epoch) -> Self {
+    pub fn new(shard: Arc<ModelShard<B>>, kv: B::Kv, comms: Comms<B::Comm>, epoch: Epoch) -> Self {
         let receiving = HashMap::new();
         Self { shard, kv, comms, scratch: Scratch::default(), epoch, last_step: None, receiving }
     }

@@ -1,5 +1,6 @@
 //! The two halves of a link, within a process and over TCP. On TCP a message is its length as 32-bit little-endian
-//! word and its bytes, written by the sending thread itself: a writer thread would only add a hop to every step.
+//! word and its bytes, written by the sending thread itself: a writer thread would only add a hop to every step. A
+//! beat is a length that no message has, and nothing more.
 
 use std::{
     io::{self, ErrorKind, Read, Write},
@@ -16,6 +17,9 @@ use crossbeam_channel as channel;
 use super::{ControlConfig, ControlError};
 
 pub(super) const HEADER_BYTES: usize = 4;
+
+/// The header of a beat.
+const BEAT: u32 = u32::MAX;
 
 /// Sends to `peer`.
 #[derive(Clone, Debug)]
@@ -101,13 +105,38 @@ impl Sender {
         }
     }
 
-    fn write(&self, mut stream: &TcpStream, message: &[u8]) -> Result<(), ControlError> {
-        let n_bytes = u32::try_from(message.len()).map_err(|_| ControlError::TooLong {
-            n_bytes: message.len(),
-            max_message_bytes: u32::MAX as usize,
-        })?;
-        let frame = [&n_bytes.to_le_bytes(), message].concat();
-        stream.write_all(&frame).map_err(|err| {
+    pub(super) fn peer(&self) -> usize {
+        self.peer
+    }
+
+    /// How often this end must beat; a link within a process need not.
+    pub(super) fn beat_interval(&self) -> Option<Duration> {
+        match self.way {
+            SendWay::Local(_) => None,
+            SendWay::Tcp(_) => Some(self.config.heartbeat.interval),
+        }
+    }
+
+    /// Says that this end is alive.
+    pub(super) fn beat(&self) -> Result<(), ControlError> {
+        match &self.way {
+            SendWay::Local(_) => Ok(()),
+            SendWay::Tcp(stream) => {
+                self.put(&stream.lock().unwrap_or_else(PoisonError::into_inner), &BEAT.to_le_bytes())
+            }
+        }
+    }
+
+    fn write(&self, stream: &TcpStream, message: &[u8]) -> Result<(), ControlError> {
+        let n_bytes = u32::try_from(message.len())
+            .ok()
+            .filter(|&n_bytes| n_bytes != BEAT)
+            .ok_or(ControlError::TooLong { n_bytes: message.len(), max_message_bytes: BEAT as usize - 1 })?;
+        self.put(stream, &[&n_bytes.to_le_bytes(), message].concat())
+    }
+
+    fn put(&self, mut stream: &TcpStream, frame: &[u8]) -> Result<(), ControlError> {
+        stream.write_all(frame).map_err(|err| {
             // Part of the frame may be out: nothing can follow it.
             let _ = stream.shutdown(Shutdown::Both);
             match err.kind() {
@@ -189,6 +218,16 @@ impl StopSignal {
     }
 }
 
+/// What one read brought.
+enum Arrived {
+    /// The rest of a message.
+    Message(Vec<u8>),
+    /// Part of one, or a beat.
+    Part,
+    /// Nothing.
+    Nothing,
+}
+
 /// Puts messages together from a stream. An interrupted receive goes on where it stopped.
 #[derive(Debug)]
 struct FrameReader {
@@ -201,11 +240,20 @@ struct FrameReader {
 }
 
 impl FrameReader {
+    /// The next message, or the end of a link whose peer has gone silent.
     fn recv(&mut self) -> Result<Vec<u8>, ControlError> {
-        self.stream.set_read_timeout(None).map_err(|err| link_error(self.peer, err.kind()))?;
+        let silence = self.config.heartbeat.silence.max(Duration::from_millis(1));
+        self.stream.set_read_timeout(Some(silence)).map_err(|err| link_error(self.peer, err.kind()))?;
+        let mut heard = Instant::now();
         loop {
-            if let Some(message) = self.read_some()? {
-                return Ok(message);
+            match self.read_some()? {
+                Arrived::Message(message) => return Ok(message),
+                Arrived::Part => heard = Instant::now(),
+                Arrived::Nothing if heard.elapsed() >= silence => {
+                    let _ = self.stream.shutdown(Shutdown::Both);
+                    return Err(ControlError::Silent { peer: self.peer, waited: silence });
+                }
+                Arrived::Nothing => {}
             }
         }
     }
@@ -220,31 +268,36 @@ impl FrameReader {
             // The kernel's clock for this is coarse; below its resolution the call would be refused.
             let left = left.max(Duration::from_micros(1));
             self.stream.set_read_timeout(Some(left)).map_err(|err| link_error(self.peer, err.kind()))?;
-            if let Some(message) = self.read_some()? {
+            if let Arrived::Message(message) = self.read_some()? {
                 return Ok(message);
             }
         }
     }
 
-    /// One read; the message if it is complete.
-    fn read_some(&mut self) -> Result<Option<Vec<u8>>, ControlError> {
+    /// One read.
+    fn read_some(&mut self) -> Result<Arrived, ControlError> {
         if self.frame.is_empty() {
             self.frame.resize(HEADER_BYTES, 0);
         }
         match self.stream.read(&mut self.frame[self.n_filled..]) {
             Ok(0) => return Err(ControlError::Closed { peer: self.peer }),
             Ok(n) => self.n_filled += n,
-            Err(err) if is_transient(err.kind()) => return Ok(None),
+            Err(err) if is_transient(err.kind()) => return Ok(Arrived::Nothing),
             Err(err) => return Err(link_error(self.peer, err.kind())),
         }
         if self.n_filled == HEADER_BYTES && self.frame.len() == HEADER_BYTES {
             self.open_body()?;
         }
-        Ok((self.n_filled == self.frame.len()).then(|| self.take()))
+        let is_complete = self.n_filled > 0 && self.n_filled == self.frame.len();
+        Ok(if is_complete { Arrived::Message(self.take()) } else { Arrived::Part })
     }
 
     fn open_body(&mut self) -> Result<(), ControlError> {
         let header = *self.frame.first_chunk::<HEADER_BYTES>().expect("a frame holds at least its header");
+        if header == BEAT.to_le_bytes() {
+            self.n_filled = 0;
+            return Ok(());
+        }
         let n_bytes = u32::from_le_bytes(header) as usize;
         let max_message_bytes = self.config.max_message_bytes;
         if n_bytes > max_message_bytes {

@@ -5,15 +5,19 @@
 //! to say something. What a message means is the engine's business; here it is bytes with a bound.
 //!
 //! Messages of one direction of one link arrive complete and in order, or the link ends with one
-//! [`ControlError`]. A silent host is not noticed on an idle link: who must notice sends something periodically
-//! and receives with a timeout.
+//! [`ControlError`]. Between processes a link beats: once its reader runs, each end says periodically that it is
+//! alive, and an end that hears nothing for [`Heartbeat::silence`] ends the link. So a host that is stopped or cut
+//! off is noticed while no step runs, and while one does, sooner than by the bound of a collective, which must allow
+//! for slow steps. The beat has a thread of its own: a rank that computes for long is not a silent one.
 
+mod beat;
 mod half;
 
 use std::{fmt, io, sync::Arc, thread, time::Duration};
 
 use thiserror::Error;
 
+use beat::Beat;
 pub(crate) use half::tcp_link;
 use half::{Receiver, StopSignal, local_pair};
 
@@ -27,11 +31,34 @@ pub struct ControlConfig {
     pub queue_len: usize,
     /// How long a send may wait for a receiver that does not keep up before the link ends.
     pub send_timeout: Duration,
+    /// How a silent peer is noticed; links within one process have no use for it.
+    pub heartbeat: Heartbeat,
+}
+
+/// When an end of a link speaks although it has nothing to say, and when silence is the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heartbeat {
+    /// Pause between beats.
+    pub interval: Duration,
+    /// How long a peer may be silent. Longer bears hosts that stand still for a while (a starved machine, a live
+    /// migration); shorter ends the wait for a dead one sooner. Several intervals, or a late beat ends the epoch.
+    pub silence: Duration,
+}
+
+impl Default for Heartbeat {
+    fn default() -> Self {
+        Self { interval: Duration::from_secs(1), silence: Duration::from_secs(10) }
+    }
 }
 
 impl Default for ControlConfig {
     fn default() -> Self {
-        Self { max_message_bytes: 4 << 20, queue_len: 256, send_timeout: Duration::from_secs(5) }
+        Self {
+            max_message_bytes: 4 << 20,
+            queue_len: 256,
+            send_timeout: Duration::from_secs(5),
+            heartbeat: Heartbeat::default(),
+        }
     }
 }
 
@@ -53,6 +80,15 @@ pub enum ControlError {
     /// The peer did not take a message in time. The link has ended.
     #[error("rank {peer} took no control message for {waited:?}")]
     Stalled {
+        /// The peer.
+        peer: usize,
+        /// The configured bound.
+        waited: Duration,
+    },
+    /// The peer neither said anything nor beat for too long: its host is stopped, starved or cut off. The link has
+    /// ended.
+    #[error("rank {peer} was silent for {waited:?}")]
+    Silent {
         /// The peer.
         peer: usize,
         /// The configured bound.
@@ -138,6 +174,7 @@ impl ControlLink {
     {
         let Self { sender, mut receiver } = self;
         let stop = receiver.stop_signal()?;
+        let beat = Beat::start(&sender.0)?;
         let name = format!("control-{}", receiver.peer());
         let thread = thread::Builder::new().name(name).spawn(move || {
             loop {
@@ -148,14 +185,15 @@ impl ControlLink {
                 }
             }
         })?;
-        Ok((sender, Reader { stop, thread: Some(thread) }))
+        Ok((sender, Reader { stop, thread: Some(thread), _beat: beat }))
     }
 }
 
-/// A running reader thread. Dropping it tells the thread to end; [`Reader::stop`] also waits for that.
+/// A running reader thread and the beat of its link. Dropping it tells the thread to end; [`Reader::stop`] also waits for that.
 pub struct Reader {
     stop: StopSignal,
     thread: Option<thread::JoinHandle<()>>,
+    _beat: Option<Beat>,
 }
 
 impl Reader {

@@ -11,8 +11,13 @@ use proptest::{collection::vec, prelude::*};
 use super::{half::HEADER_BYTES, *};
 
 const LONG: Duration = Duration::from_secs(20);
-/// Patient, so that a machine busy with other work stalls nobody.
-const CONFIG: ControlConfig = ControlConfig { max_message_bytes: 70_000, queue_len: 4, send_timeout: LONG };
+/// Patient, so that a machine busy with other work stalls nobody; and with beats between all messages.
+const CONFIG: ControlConfig = ControlConfig {
+    max_message_bytes: 70_000,
+    queue_len: 4,
+    send_timeout: LONG,
+    heartbeat: Heartbeat { interval: Duration::from_millis(1), silence: LONG },
+};
 /// For the test of what becomes of a receiver that stands still.
 const IMPATIENT: ControlConfig = ControlConfig { send_timeout: Duration::from_millis(100), ..CONFIG };
 
@@ -98,7 +103,7 @@ fn too_long_messages_are_refused_on_both_sides() {
     let (mut raw, there) = raw_pair();
     let mut link = tcp_link(1, there, CONFIG).unwrap();
     std::io::Write::write_all(&mut raw, &[255; HEADER_BYTES]).unwrap();
-    let announced = ControlError::TooLong { n_bytes: u32::MAX as usize, max_message_bytes: 70_000 };
+    let announced = ControlError::TooLong { n_bytes: (u32::MAX - 1) as usize, max_message_bytes: 70_000 };
     assert_eq!(link.recv_timeout(LONG), Err(announced));
 }
 
@@ -143,4 +148,32 @@ fn stopping_a_reader_ends_its_thread_without_an_error_to_the_sink() {
         let rest: Vec<_> = recv.iter().collect();
         assert!(rest.is_empty(), "{name}: {rest:?}");
     }
+}
+
+/// A peer that stands still says nothing more, and its connection stays open.
+#[test]
+fn a_silent_peer_ends_the_link_and_a_beating_one_does_not() {
+    let (here, mut there) = raw_pair();
+    let silence = Duration::from_millis(50);
+    let config = ControlConfig { heartbeat: Heartbeat { silence, ..CONFIG.heartbeat }, ..CONFIG };
+    let (events, at_sink) = mpsc::channel();
+    let link = tcp_link(3, here, config).unwrap();
+    let (_sender, _reader) = link.spawn_reader(move |event| events.send(event).unwrap()).unwrap();
+    let end = at_sink.recv_timeout(LONG).unwrap();
+    assert_eq!(end, Err(ControlError::Silent { peer: 3, waited: silence }));
+    // This end beat for as long as it listened, and is closed.
+    let mut beats = Vec::new();
+    io::Read::read_to_end(&mut there, &mut beats).unwrap();
+    assert!(!beats.is_empty() && beats.iter().all(|&byte| byte == 0xff), "{beats:?}");
+}
+
+/// Beats alone keep a link: the reader of each end hears the other's, however long nobody says anything.
+#[test]
+fn beats_are_heard_and_are_no_messages() {
+    let (leader, mut followers) = tcp(2, CONFIG);
+    let (_broadcaster, readers) = leader.spawn_readers(|_, event| panic!("{event:?}")).unwrap();
+    let mut link = followers.pop().unwrap();
+    // Some beats have come before this returns, and it reads past them.
+    assert!(matches!(link.recv_timeout(Duration::from_millis(50)), Err(ControlError::Timeout { .. })));
+    readers.into_iter().for_each(Reader::stop);
 }

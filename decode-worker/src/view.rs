@@ -1,0 +1,138 @@
+//! What a member of a decode group knows of the cluster: who could form the group, its latest life, and which other
+//! groups could take its sequences over.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use longreach_cluster::{
+    Backoff, Coordinator, DecodeRegistration, EpochRecord, GroupId, KeySpace, MemberEvent, Membership,
+    ReadyRecord, Watcher,
+};
+use longreach_types::{Epoch, GroupShape, Incarnation};
+use tokio::sync::watch;
+use tracing::{info, warn};
+
+/// The cluster as one group sees it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct GroupView {
+    /// Registered ranks of this group.
+    pub(crate) ranks: BTreeMap<usize, DecodeRegistration>,
+    /// This group's latest life.
+    pub(crate) epoch: Option<EpochRecord>,
+    /// Groups that serve, this one included.
+    pub(crate) ready: BTreeMap<GroupId, ReadyRecord>,
+    /// Whether this is how things are, rather than how they were when the store was last heard of.
+    pub(crate) is_current: bool,
+}
+
+/// What every rank of a group must be.
+#[derive(Clone, Debug)]
+pub(crate) struct Fit {
+    pub(crate) shape: GroupShape,
+    pub(crate) layout_hash: String,
+}
+
+impl GroupView {
+    /// The latest life that is known.
+    pub(crate) fn last_epoch(&self) -> Epoch {
+        self.epoch.as_ref().map_or(Epoch(0), |record| record.epoch)
+    }
+
+    /// The members of the group's next life in rank order, if all are there and fit together. `own` says which lives
+    /// are those of this process; a key that an earlier life has left behind is nobody.
+    pub(crate) fn complete(
+        &self,
+        fit: &Fit,
+        own: &BTreeMap<usize, Incarnation>,
+    ) -> Option<Vec<DecodeRegistration>> {
+        let is_there = |rank: &usize| {
+            let member = self.ranks.get(rank)?;
+            let is_ours = own.get(rank).is_none_or(|incarnation| *incarnation == member.incarnation);
+            (is_ours && fit.misfit(member).is_none()).then(|| member.clone())
+        };
+        if !self.is_current {
+            return None;
+        }
+        (0..fit.shape.n_ranks()).map(|rank| is_there(&rank)).collect()
+    }
+
+    /// Whether another group could go on with this group's sequences.
+    pub(crate) fn has_heir(&self, group: &GroupId, fit: &Fit) -> bool {
+        self.ready.iter().any(|(name, ready)| name != group && ready.layout_hash == fit.layout_hash)
+    }
+}
+
+impl Fit {
+    /// How a registered rank differs from this one: what, there, here.
+    pub(crate) fn misfit(&self, member: &DecodeRegistration) -> Option<(&'static str, String, String)> {
+        let Self { shape, layout_hash } = self;
+        if member.layout_hash != *layout_hash {
+            return Some(("layout", member.layout_hash.clone(), layout_hash.clone()));
+        }
+        let (theirs, ours) =
+            ((member.n_ranks, member.dcp_size), (shape.n_ranks(), shape.dcp_size()));
+        (theirs != ours).then(|| ("ranks and dcp", format!("{theirs:?}"), format!("{ours:?}")))
+    }
+}
+
+/// Keeps `view` up to date for ever.
+pub(crate) async fn follow(
+    coordinator: Arc<dyn Coordinator>,
+    keys: KeySpace,
+    (group, fit): (GroupId, Fit),
+    view: watch::Sender<GroupView>,
+) {
+    let prefix = keys.all().clone();
+    let mut membership = Membership::new(keys);
+    let mut watcher = Watcher::new(coordinator, prefix, Backoff::default());
+    loop {
+        let events = membership.apply(watcher.next().await);
+        view.send_modify(|view| {
+            for event in events {
+                apply(view, &group, &fit, event);
+            }
+        });
+    }
+}
+
+fn apply(view: &mut GroupView, own: &GroupId, fit: &Fit, event: MemberEvent) {
+    match event {
+        MemberEvent::RankJoined { group, rank } if group == *own => {
+            if let Some((what, theirs, ours)) = fit.misfit(&rank) {
+                warn!(
+                    rank = rank.rank,
+                    endpoint = rank.endpoint,
+                    what,
+                    theirs,
+                    ours,
+                    "a rank does not fit and is refused: start it with this group's model and settings"
+                );
+            }
+            view.ranks.insert(rank.rank, rank);
+        }
+        MemberEvent::RankLeft { group, rank } if group == *own => {
+            if view.ranks.get(&rank.rank).is_some_and(|known| known.incarnation == rank.incarnation) {
+                view.ranks.remove(&rank.rank);
+            }
+        }
+        MemberEvent::EpochRaised { group, record } if group == *own => view.epoch = Some(record),
+        MemberEvent::GroupReady { group, ready } => {
+            view.ready.insert(group, ready);
+        }
+        MemberEvent::GroupUnready { group, ready } => {
+            if view.ready.get(&group).is_some_and(|known| known.epoch == ready.epoch) {
+                view.ready.remove(&group);
+            }
+        }
+        MemberEvent::Interrupted => {
+            info!(group = own.0, "membership may be out of date; the group stays as it is");
+            view.is_current = false;
+        }
+        MemberEvent::Current => view.is_current = true,
+        MemberEvent::RankJoined { .. }
+        | MemberEvent::RankLeft { .. }
+        | MemberEvent::EpochRaised { .. }
+        | MemberEvent::PrefillJoined(_)
+        | MemberEvent::PrefillLeft { .. }
+        | MemberEvent::Unreadable { .. } => {}
+    }
+}
