@@ -13,7 +13,7 @@ use std::{
 };
 
 use longreach_cluster::{Coordinator, KeyError, KeySpace, MemoryCoordinator};
-use longreach_decode::{Cluster, DecodeConfig, DecodeWorker};
+use longreach_decode::{Cluster, DecodeConfig, DecodeWorker, FormationConfig, Hosting};
 use longreach_engine::{EngineConfig, Model};
 use longreach_prefill::{PrefillConfig, PrefillWorker};
 use longreach_router::{BoundRouter, RouterConfig, WorkerSource};
@@ -134,8 +134,11 @@ impl LocalCluster {
         let cluster = Cluster { coordinator: Arc::clone(&coordinator), keys: keys.clone() };
         let decode = DecodeConfig {
             group_id: "decode-0".to_owned(),
+            hosting: Hosting::Whole,
             addr: LOOPBACK,
+            advertise: None,
             engine: engine.clone(),
+            formation: FormationConfig::default(),
             drain_grace: worker_grace,
         };
         let decode = decode.build(model, cluster, progress("decode group")).await?;

@@ -75,7 +75,6 @@ struct Summary {
 impl Summary {
     fn new(opened: &OpenedModel, engine: &EngineConfig, cluster: &LocalCluster) -> Self {
         let (config, shape, decode) = (&opened.model.config, engine.shape, cluster.decode());
-        let info = decode.engine().info();
         let mut lines = vec![
             format!("model     {} ({}, {} layers)", opened.name, config.architecture, config.n_layers),
             format!("file      {}", opened.path.display()),
@@ -84,7 +83,7 @@ impl Summary {
                 shape.n_ranks(),
                 shape.dcp_size(),
                 shape.duplication(config.n_q_heads, config.n_kv_heads),
-                info.max_seq_len,
+                decode.max_seq_len(),
                 engine.isa,
             ),
         ];

@@ -1,67 +1,118 @@
-//! A decode group as a service: its leader answers routers, every rank receives KV, and the cluster hears when the
-//! group is ready.
+//! A process of a decode group as a service: its leader answers routers, every rank receives KV, and the group forms
+//! again for as long as its processes live.
 //!
-//! The ranks here are threads of one process, each with its own listener, so that a hand-off addresses a rank the same
-//! way wherever it runs.
+//! A process hosts all ranks of a group as threads, or one rank. Both live by the same rules: registrations, epochs,
+//! the announcement that the group serves. They differ in how ranks reach each other. Every rank has a listener of its
+//! own in both, so that a hand-off addresses a rank the same way wherever it runs.
 
+mod formation;
 mod leader;
+mod view;
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    io,
+    net::{IpAddr, SocketAddr, TcpListener},
+    sync::Arc,
+    time::Duration,
+};
 
 use longreach_cluster::{
-    Backoff, Coordinator, DecodeRegistration, EpochError, EpochRecord, GroupId, Key, KeyError, KeySpace,
-    ReadyRecord, Record, RegistrationSpec, RegistrationState, publish_ready, raise_epoch, register,
+    Backoff, Coordinator, DecodeRegistration, GroupId, Key, KeyError, KeySpace, Record, RegistrationSpec,
+    RegistrationState, register,
 };
 use longreach_engine::{
-    BuildError, DecodeGroup, EngineConfig, EngineHandle, Model, RunningEngine,
-    process::random_secret,
-    serve::{BindError, Door, Drained, Gate, drain},
+    BuildError, DecodeGroup, EngineConfig, EngineHandle, KvDoor, Model, Rank,
+    serve::{BindError, Door, Drained, Gate},
 };
 use longreach_proto::worker::{decode_server, kv_server};
 use longreach_types::{Epoch, WorkerId};
-use tokio::{runtime::Handle, sync::watch};
+use tokio::sync::watch;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::service::Routes;
-use tracing::{info, warn};
+use tonic_health::{ServingStatus, server::HealthReporter};
 
-use crate::leader::Leader;
+pub use crate::formation::FormationConfig;
+use crate::{
+    formation::{Formation, Hosted},
+    leader::Leader,
+    view::{Fit, GroupView},
+};
 
-/// Time of a registration's lease.
-const LEASE_TTL: Duration = Duration::from_secs(30);
+/// The services of which health checks ask.
+const SERVICE_NAMES: [&str; 3] = ["", "longreach.worker.v1.DecodeService", "longreach.worker.v1.KvService"];
 
-/// A decode group's settings.
+/// Which ranks of the group a process hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hosting {
+    /// All, as threads. The leader listens at the configured address, the other ranks at free ports of its host.
+    Whole,
+    /// One. Rank 0 leads.
+    Rank {
+        /// Which.
+        rank: usize,
+        /// Where it listens for its peers; port 0 takes a free one.
+        peer_addr: SocketAddr,
+    },
+}
+
+/// The settings of a decode process.
 #[derive(Clone, Debug)]
 pub struct DecodeConfig {
     /// The group's name in the cluster.
     pub group_id: String,
-    /// Where the leader listens; port 0 takes a free one. The other ranks take free ports of the same host.
+    /// Which ranks this process hosts.
+    pub hosting: Hosting,
+    /// Where its services listen; port 0 takes a free one.
     pub addr: SocketAddr,
+    /// The host by which others reach this one: a name or an address. Unset is the address it listens at.
+    pub advertise: Option<String>,
     /// The engine; its shape is the group's.
     pub engine: EngineConfig,
+    /// How the group comes together.
+    pub formation: FormationConfig,
     /// How long a drain waits for sequences in flight. Longer finishes more of them; shorter ends sooner.
     pub drain_grace: Duration,
 }
 
-/// Why a decode group could not start.
+/// Why a decode process could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// An address is taken.
     #[error(transparent)]
     Bind(#[from] BindError),
+    /// The address for peers is taken.
+    #[error("cannot listen for peers on {addr}: {source}; choose another address, or end what holds it")]
+    BindPeers {
+        /// The address.
+        addr: SocketAddr,
+        /// Why.
+        source: io::Error,
+    },
+    /// Nobody can dial an address that stands for all.
+    #[error(
+        "{addr} stands for every address of this host: set the host by which others reach it (advertise)"
+    )]
+    NoAdvertise {
+        /// The address.
+        addr: SocketAddr,
+    },
+    /// There is no such rank.
+    #[error("rank {rank} of a group of {n_ranks}: ranks are 0 to {}", n_ranks - 1)]
+    NoSuchRank {
+        /// The configured rank.
+        rank: usize,
+        /// Ranks of the group.
+        n_ranks: usize,
+    },
     /// The model or the engine.
     #[error(transparent)]
     Build(#[from] BuildError),
-    /// The cluster's store.
-    #[error(transparent)]
-    Epoch(#[from] EpochError),
     /// The group's name cannot be part of a key.
     #[error(transparent)]
     Key(#[from] KeyError),
-    /// The system gave no random bytes for the group's secret.
-    #[error("cannot make the group's secret: {0}")]
-    Secret(#[from] std::io::Error),
-    /// A task that builds the group was lost.
-    #[error("building the group: {0}")]
+    /// A task that loads the model was lost.
+    #[error("loading the model: {0}")]
     Task(#[from] tokio::task::JoinError),
 }
 
@@ -74,154 +125,248 @@ pub struct Cluster {
     pub keys: KeySpace,
 }
 
-/// A decode group that is loaded and runs, and does not serve yet.
+/// A decode process that is loaded and bound, and does not serve yet.
 pub struct DecodeWorker {
     config: DecodeConfig,
     cluster: Cluster,
-    record: EpochRecord,
+    fit: Fit,
+    max_seq_len: usize,
+    members: Vec<DecodeRegistration>,
     doors: Vec<Door>,
-    routes: Vec<Routes>,
-    engine: RunningEngine,
-    gate: Gate,
+    hosted: Hosted,
     weight_bytes: Vec<usize>,
+    life: watch::Sender<Option<EngineHandle>>,
+    is_serving: watch::Sender<bool>,
 }
 
 impl DecodeConfig {
-    /// Binds, begins the group's next epoch, loads every rank and starts the engine.
+    /// Binds, and loads every hosted rank. `progress` is called with layers done and in all.
     pub async fn build(
         self,
         model: &Model,
         cluster: Cluster,
         progress: impl Fn(usize, usize) + Send + Sync + 'static,
     ) -> Result<DecodeWorker, StartError> {
-        let mut doors = Vec::new();
-        for rank in 0..self.engine.shape.n_ranks() {
-            let port = if rank == 0 { self.addr.port() } else { 0 };
-            doors.push(Door::open(SocketAddr::new(self.addr.ip(), port)).await?);
-        }
-        let group = GroupId(self.group_id.clone());
+        let n_ranks = self.engine.shape.n_ranks();
+        let ranks = match self.hosting {
+            Hosting::Whole => 0..n_ranks,
+            Hosting::Rank { rank, .. } if rank < n_ranks => rank..rank + 1,
+            Hosting::Rank { rank, .. } => return Err(StartError::NoSuchRank { rank, n_ranks }),
+        };
+        let max_seq_len = model.max_seq_len(&self.engine)?;
         let layout_hash = model.layout_hash(&self.engine);
-        let members: Vec<_> = doors
-            .iter()
-            .enumerate()
-            .map(|(rank, door)| DecodeRegistration {
+        let listener = self.listen_for_peers()?;
+        let peer_addr = match &listener {
+            Some((_, addr)) => self.reachable(*addr)?,
+            // Threads of one process find each other without addresses.
+            None => String::new(),
+        };
+        let (mut doors, mut members) = (Vec::new(), Vec::new());
+        for rank in ranks {
+            let port = if doors.is_empty() { self.addr.port() } else { 0 };
+            let door = Door::open(SocketAddr::new(self.addr.ip(), port)).await?;
+            members.push(DecodeRegistration {
                 id: WorkerId(format!("{}-{rank}", self.group_id)),
                 incarnation: Default::default(),
                 rank,
-                n_ranks: self.engine.shape.n_ranks(),
+                n_ranks,
                 dcp_size: self.engine.shape.dcp_size(),
-                endpoint: door.endpoint(),
-                // Threads of one process find each other without addresses.
-                peer_addr: String::new(),
+                endpoint: format!("http://{}", self.reachable(door.addr)?),
+                peer_addr: peer_addr.clone(),
                 layout_hash: layout_hash.clone(),
-            })
-            .collect();
-        let secret = random_secret()?;
-        let make = |epoch: Epoch| EpochRecord { epoch, secret, members };
-        let record = raise_epoch(&*cluster.coordinator, &cluster.keys, &group, make).await?;
-        let (loading, config, epoch) = (model.clone(), self.engine.clone(), record.epoch);
-        let load = move || DecodeGroup::load(&loading, &config, epoch, &progress);
-        let ranks = tokio::task::spawn_blocking(load).await??;
-        let (inlets, weight_bytes) = (ranks.inlets(), ranks.weight_bytes());
-        let engine = ranks.start(doors.iter().map(Door::endpoint).collect(), &Handle::current())?;
-        let gate = Gate::default();
-        let leader = Leader::new(engine.handle.clone(), self.group_id.clone(), gate.clone());
-        let leader = decode_server(Arc::new(leader));
-        let mut routes: Vec<_> =
-            inlets.into_iter().map(|inlet| Routes::new(kv_server(Arc::new(inlet)))).collect();
-        if let Some(first) = routes.first_mut() {
-            *first = std::mem::take(first).add_service(leader);
+            });
+            doors.push(door);
         }
-        Ok(DecodeWorker { config: self, cluster, record, doors, routes, engine, gate, weight_bytes })
+        let (loading, config, hosting) = (model.clone(), self.engine.clone(), self.hosting);
+        let load = move || -> Result<_, BuildError> {
+            Ok(match (hosting, listener) {
+                (Hosting::Rank { rank: idx, .. }, Some((listener, _))) => {
+                    let rank = Box::new(Rank::load(&loading, &config, idx, &progress)?);
+                    let weight_bytes = vec![rank.weight_bytes()];
+                    (Hosted::One { rank, idx, listener: Arc::new(listener) }, weight_bytes)
+                }
+                _ => {
+                    let group = DecodeGroup::load(&loading, &config, &progress)?;
+                    let weight_bytes = group.weight_bytes();
+                    (Hosted::Whole(group), weight_bytes)
+                }
+            })
+        };
+        let (hosted, weight_bytes) = tokio::task::spawn_blocking(load).await??;
+        Ok(DecodeWorker {
+            fit: Fit { shape: self.engine.shape, layout_hash },
+            config: self,
+            cluster,
+            max_seq_len,
+            members,
+            doors,
+            hosted,
+            weight_bytes,
+            life: watch::Sender::new(None),
+            is_serving: watch::Sender::new(false),
+        })
+    }
+
+    fn listen_for_peers(&self) -> Result<Option<(TcpListener, SocketAddr)>, StartError> {
+        let Hosting::Rank { peer_addr: addr, .. } = self.hosting else { return Ok(None) };
+        let bound = TcpListener::bind(addr).and_then(|listener| {
+            let addr = listener.local_addr()?;
+            Ok((listener, addr))
+        });
+        bound.map(Some).map_err(|source| StartError::BindPeers { addr, source })
+    }
+
+    /// A bound address as others dial it.
+    fn reachable(&self, addr: SocketAddr) -> Result<String, StartError> {
+        match &self.advertise {
+            Some(host) => Ok(match host.parse::<IpAddr>() {
+                Ok(ip) => SocketAddr::new(ip, addr.port()).to_string(),
+                Err(_) => format!("{host}:{}", addr.port()),
+            }),
+            None if addr.ip().is_unspecified() => Err(StartError::NoAdvertise { addr }),
+            None => Ok(addr.to_string()),
+        }
     }
 }
 
 impl DecodeWorker {
-    /// Where the leader is, `http://host:port`.
-    pub fn endpoint(&self) -> String {
-        self.doors[0].endpoint()
+    /// Where the services of the first hosted rank are, `http://host:port`. Where that is rank 0, routers ask here.
+    pub fn endpoint(&self) -> &str {
+        &self.members[0].endpoint
     }
 
-    /// The group's engine.
-    pub fn engine(&self) -> &EngineHandle {
-        &self.engine.handle
+    /// The engine of the group's current life, on the process that leads it.
+    pub fn life(&self) -> watch::Receiver<Option<EngineHandle>> {
+        self.life.subscribe()
     }
 
-    /// Bytes of packed weights of each rank.
+    /// Whether the group lives and this process has its part in it.
+    pub fn is_serving(&self) -> watch::Receiver<bool> {
+        self.is_serving.subscribe()
+    }
+
+    /// Bytes of packed weights of each hosted rank.
     pub fn weight_bytes(&self) -> &[usize] {
         &self.weight_bytes
     }
 
-    /// Serves until `shutdown`, then drains: out of the cluster, no new work, what is in flight finished within the
-    /// grace, then the end. Nothing of the group is left when it returns.
-    pub async fn serve(self, shutdown: CancellationToken) -> Result<Drained, String> {
-        let Self { config, cluster, record, doors, routes, engine, gate, .. } = self;
-        let (tasks, leave, close) = (TaskTracker::new(), CancellationToken::new(), CancellationToken::new());
-        let leader_endpoint = doors[0].endpoint();
-        let servers = doors.into_iter().zip(routes).map(|(door, routes)| {
-            let close = close.clone();
-            tasks.spawn(async move { door.serve(routes, close).await.map_err(|error| error.to_string()) })
-        });
-        let servers: Vec<_> = servers.collect();
-        let ready = ReadyRecord {
-            epoch: record.epoch,
-            endpoint: leader_endpoint,
-            n_ranks: config.engine.shape.n_ranks(),
-            dcp_size: config.engine.shape.dcp_size(),
-            layout_hash: record.members[0].layout_hash.clone(),
-        };
-        enlist(&tasks, &cluster, &config.group_id, (&record, ready), &leave);
+    /// The longest sequence.
+    pub fn max_seq_len(&self) -> usize {
+        self.max_seq_len
+    }
 
-        // Both arms only wait. A failed engine has ended its epoch: the group leaves at once.
-        tokio::select! {
-            () = shutdown.cancelled() => {}
-            _failed = engine.handle.wait_for(|info| info.failure.is_some()) => {}
+    /// Serves until `shutdown`, then drains: out of the cluster, no new work, what is in flight handed over or finished
+    /// within the grace, then the end. Nothing of the process's part is left when it returns.
+    pub async fn serve(self, shutdown: CancellationToken) -> Result<Drained, String> {
+        let Self { config, cluster, fit, members, doors, hosted, life, is_serving, .. } = self;
+        let (tasks, leave, close) = (TaskTracker::new(), CancellationToken::new(), CancellationToken::new());
+        let gate = Gate::default();
+        // One for each: clones of a door are the same door.
+        let kv_doors: Vec<_> = doors.iter().map(|_| KvDoor::default()).collect();
+        let leads = members.first().is_some_and(|member| member.rank == 0);
+        let leader = leads.then(|| Leader::new(life.subscribe(), config.group_id.clone(), gate.clone()));
+        let leader = leader.map(|leader| decode_server(Arc::new(leader)));
+        let mut servers = Vec::new();
+        for (door, kv_door) in doors.into_iter().zip(&kv_doors) {
+            let (reporter, health) = tonic_health::server::health_reporter();
+            report(&reporter, false).await;
+            tasks.spawn(
+                close.clone().run_until_cancelled_owned(tell_health(reporter, is_serving.subscribe())),
+            );
+            let mut routes = Routes::new(kv_server(Arc::new(kv_door.clone()))).add_service(health);
+            if let Some(leader) = leader.clone().filter(|_| servers.is_empty()) {
+                routes = routes.add_service(leader);
+            }
+            let close = close.clone();
+            let serving = async move { door.serve(routes, close).await.map_err(|error| error.to_string()) };
+            servers.push(tasks.spawn(serving));
         }
+        let group = GroupId(config.group_id.clone());
+        let registrations = enlist(&tasks, &cluster, (&group, &members), (config.formation, &leave));
+        let view = follow_view(&tasks, &cluster, (&group, &fit), &close);
+        let formation = Formation {
+            cluster,
+            group,
+            fit,
+            hosted,
+            config: config.formation,
+            drain_grace: config.drain_grace,
+            doors: kv_doors,
+            view,
+            registrations,
+            life,
+            is_serving,
+            backoff: Backoff::default(),
+            seen: Epoch(0),
+        };
+        let closing = shutdown.clone();
+        tasks.spawn(async move {
+            closing.cancelled().await;
+            gate.close();
+        });
+        let drained = formation.run(&shutdown, &leave).await;
         leave.cancel();
-        gate.close();
-        let drained = drain(&engine.handle, config.drain_grace).await;
-        let failure = engine.handle.info().failure;
-        let stopped = engine.stop().await;
         close.cancel();
         tasks.close();
-        let mut outcome = failure.map_or(stopped, Err);
+        let mut outcome = Ok(());
         for server in servers {
             outcome = outcome.and(server.await.map_err(|error| error.to_string()).and_then(|result| result));
         }
+        // The formation ends with the shutdown only, so the task that waits for it has ended too.
         tasks.wait().await;
         outcome.map(|()| drained)
     }
 }
 
-/// Registers every rank, and says that the group is ready under the leader's lease, as often as that is renewed.
+/// Registers every hosted rank until `leave`.
 fn enlist(
     tasks: &TaskTracker,
     cluster: &Cluster,
-    group_id: &str,
-    (record, ready): (&EpochRecord, ReadyRecord),
-    leave: &CancellationToken,
-) {
-    let group = GroupId(group_id.to_owned());
-    let mut leader_state = None;
-    for member in &record.members {
+    (group, members): (&GroupId, &[DecodeRegistration]),
+    (formation, leave): (FormationConfig, &CancellationToken),
+) -> BTreeMap<usize, watch::Receiver<RegistrationState>> {
+    let mut states = BTreeMap::new();
+    for member in members {
         let key = Key::Rank { group: group.clone(), rank: member.rank };
+        // The name was part of a key when the group was built.
         let Ok(key) = cluster.keys.encode(&key) else { continue };
-        let member = member.clone();
+        let (rank, member) = (member.rank, member.clone());
         let value = move |incarnation| DecodeRegistration { incarnation, ..member.clone() }.encode();
-        let spec = RegistrationSpec { key, value, ttl: LEASE_TTL, backoff: Backoff::default() };
+        let spec = RegistrationSpec { key, value, ttl: formation.lease_ttl, backoff: Backoff::default() };
         let (state_in, state) = watch::channel(RegistrationState::default());
-        leader_state.get_or_insert(state);
+        states.insert(rank, state);
         tasks.spawn(register(Arc::clone(&cluster.coordinator), spec, state_in, leave.clone()));
     }
-    let Some(mut state) = leader_state else { return };
-    let (cluster, leave) = (cluster.clone(), leave.clone());
-    tasks.spawn(async move {
-        while let Some(Ok(())) = leave.run_until_cancelled(state.changed()).await {
-            let RegistrationState::Registered { lease, .. } = *state.borrow_and_update() else { continue };
-            match publish_ready(&*cluster.coordinator, &cluster.keys, (&group, &ready), lease).await {
-                Ok(_) => info!(group = group.0, epoch = %ready.epoch, "group is ready"),
-                Err(error) => warn!(group = group.0, %error, "group could not be announced"),
-            }
+    states
+}
+
+/// Keeps a view of the cluster until `close`.
+fn follow_view(
+    tasks: &TaskTracker,
+    cluster: &Cluster,
+    (group, fit): (&GroupId, &Fit),
+    close: &CancellationToken,
+) -> watch::Receiver<GroupView> {
+    let (view_in, view) = watch::channel(GroupView::default());
+    let Cluster { coordinator, keys } = cluster.clone();
+    let following = view::follow(coordinator, keys, (group.clone(), fit.clone()), view_in);
+    tasks.spawn(close.clone().run_until_cancelled_owned(following));
+    view
+}
+
+async fn report(reporter: &HealthReporter, is_serving: bool) {
+    let status = if is_serving { ServingStatus::Serving } else { ServingStatus::NotServing };
+    for name in SERVICE_NAMES {
+        reporter.set_service_status(name, status).await;
+    }
+}
+
+async fn tell_health(reporter: HealthReporter, mut is_serving: watch::Receiver<bool>) {
+    loop {
+        let now = *is_serving.borrow_and_update();
+        report(&reporter, now).await;
+        if is_serving.changed().await.is_err() {
+            return report(&reporter, false).await;
         }
-    });
+    }
 }

@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use clap::Parser;
 use longreach_cluster::{KeySpace, MemoryCoordinator};
-use longreach_decode::{Cluster, DecodeConfig};
+use longreach_decode::{Cluster, DecodeConfig, FormationConfig, Hosting};
 use longreach_engine::{EngineConfig, Model};
 use longreach_model::files::ModelFiles;
 use longreach_service::{
@@ -91,8 +91,15 @@ async fn run(args: Args, shape: GroupShape) -> Result<(), String> {
     // Membership of one: routers are told the address until a shared store is configured.
     let keys = KeySpace::new("standalone").map_err(|error| error.to_string())?;
     let cluster = Cluster { coordinator: Arc::new(MemoryCoordinator::default()), keys };
-    let config =
-        DecodeConfig { group_id: args.group, addr: args.addr, engine, drain_grace: args.drain_grace };
+    let config = DecodeConfig {
+        group_id: args.group,
+        hosting: Hosting::Whole,
+        addr: args.addr,
+        advertise: None,
+        engine,
+        formation: FormationConfig::default(),
+        drain_grace: args.drain_grace,
+    };
     let worker = config.build(&model, cluster, |_, _| {}).await.map_err(|error| error.to_string())?;
     info!(
         endpoint = worker.endpoint(),

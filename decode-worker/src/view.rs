@@ -68,8 +68,7 @@ impl Fit {
         if member.layout_hash != *layout_hash {
             return Some(("layout", member.layout_hash.clone(), layout_hash.clone()));
         }
-        let (theirs, ours) =
-            ((member.n_ranks, member.dcp_size), (shape.n_ranks(), shape.dcp_size()));
+        let (theirs, ours) = ((member.n_ranks, member.dcp_size), (shape.n_ranks(), shape.dcp_size()));
         (theirs != ours).then(|| ("ranks and dcp", format!("{theirs:?}"), format!("{ours:?}")))
     }
 }

@@ -16,7 +16,7 @@ use longreach::local::{LocalCluster, LocalConfig, LocalError};
 use longreach_engine::{EngineConfig, EngineHandle};
 use longreach_proto::inference::inference_service_client::InferenceServiceClient;
 use longreach_types::{GroupShape, KvDtype};
-use tokio::{runtime::Handle, task::JoinSet};
+use tokio::{runtime::Handle, sync::watch, task::JoinSet};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::{Channel, Endpoint};
 
@@ -30,8 +30,10 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub struct TestCluster {
     /// For HTTP requests.
     pub http: HttpClient,
-    /// The decode group's engine.
+    /// The decode group's engine, in its first life.
     pub decode: EngineHandle,
+    /// The decode group's engine, in whatever life it has.
+    pub life: watch::Receiver<Option<EngineHandle>>,
     /// The prefill workers' engines.
     pub prefills: Vec<EngineHandle>,
     /// The model's name.
@@ -72,15 +74,17 @@ impl TestCluster {
         let has_prefills = config.n_prefills > 0;
         let cluster = LocalCluster::start(config, &model.model, model.text.clone(), |_| |_, _| {}).await?;
         let (grpc_addr, http_addr) = (cluster.grpc_addr(), cluster.http_addr());
-        let decode = cluster.decode().engine().clone();
+        let mut life = cluster.decode().life();
         let prefills = cluster.prefills().iter().map(|worker| worker.engine().clone()).collect();
         let (ready, shutdown) = (cluster.ready(), CancellationToken::new());
         let mut running = JoinSet::new();
         running.spawn(cluster.run(shutdown.clone()));
         ready.await?;
+        let decode = life.wait_for(Option::is_some).await?.clone().ok_or("the decode group has no life")?;
         let channel = Endpoint::from_shared(format!("http://{grpc_addr}"))?.tcp_nodelay(true).connect_lazy();
         let http = HttpClient::new(http_addr);
-        let started = Self { http, decode, prefills, model_name, grpc_addr, channel, shutdown, running };
+        let started =
+            Self { http, decode, life, prefills, model_name, grpc_addr, channel, shutdown, running };
         if has_prefills {
             started.warm_up().await?;
         }

@@ -78,6 +78,22 @@ pub async fn publish_ready(
     Ok(coordinator.swap(Swap { key, expect, value: Some(ready.encode()), lease: Some(lease) }).await?)
 }
 
+/// Takes back that the group serves, unless it does so in another life already.
+pub async fn withdraw_ready(
+    coordinator: &dyn Coordinator,
+    keys: &KeySpace,
+    (group, epoch): (&GroupId, Epoch),
+) -> Result<(), EpochError> {
+    let key = keys.encode(&Key::Ready(group.clone()))?;
+    let snapshot = coordinator.snapshot(&keys.group(group)?).await?;
+    let Some(entry) = snapshot.entries.into_iter().find(|entry| entry.key == key) else { return Ok(()) };
+    if ReadyRecord::decode(&entry.value).is_ok_and(|ready| ready.epoch != epoch) {
+        return Ok(());
+    }
+    coordinator.swap(Swap { key, expect: Expect::At(entry.revision), value: None, lease: None }).await?;
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -149,6 +165,13 @@ mod tests {
             assert_eq!(held.len(), 1);
             assert_eq!(ReadyRecord::decode(&held[0].value).unwrap(), ready(epoch));
         }
+        // A life that ended late does not take back what the next one said.
+        withdraw_ready(&store, &keys, (&group, Epoch(1))).await.unwrap();
+        assert_eq!(store.snapshot(keys.all()).await.unwrap().entries.len(), 1);
+        withdraw_ready(&store, &keys, (&group, Epoch(2))).await.unwrap();
+        assert_eq!(store.snapshot(keys.all()).await.unwrap().entries, []);
+        let lease = store.grant_lease(ttl).await.unwrap().id;
+        publish_ready(&store, &keys, (&group, &ready(3)), lease).await.unwrap();
         tokio::time::advance(ttl).await;
         assert_eq!(store.snapshot(keys.all()).await.unwrap().entries, []);
     }

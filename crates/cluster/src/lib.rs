@@ -27,7 +27,7 @@ pub use coordinator::{
     Batch, BoxFuture, Change, Coordinator, CoordinatorError, Entry, Expect, Lease, LeaseId, Revision,
     Snapshot, Swap, Watch, WatchError,
 };
-pub use epoch::{EpochError, publish_ready, raise_epoch, read_epoch};
+pub use epoch::{EpochError, publish_ready, raise_epoch, read_epoch, withdraw_ready};
 pub use keys::{GroupId, Key, KeyError, KeySpace, Prefix};
 pub use member::{MemberEvent, Membership};
 pub use memory::{MemoryConfig, MemoryCoordinator, Outage};

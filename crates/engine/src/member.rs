@@ -107,6 +107,13 @@ pub struct RunningFollower {
     reader: Reader,
 }
 
+/// Says for a follower that its process drains.
+#[derive(Clone, Debug)]
+pub struct Leaver {
+    leader: ControlSender,
+    rank: usize,
+}
+
 /// What the leader's thread needs besides its rank.
 pub(crate) struct LeaderParts {
     pub(crate) world: World,
@@ -293,13 +300,9 @@ impl RunningEngine {
 }
 
 impl RunningFollower {
-    /// Asks the leader to end the epoch in good order, because this process drains. The leader's Stop, or the end of
-    /// the link, ends [`Self::join`].
-    pub fn announce_leaving(&self) {
-        let message = FollowerMessage::Leaving { rank: self.rank }.encode();
-        if let Err(error) = self.leader.send(&message) {
-            warn!(rank = self.rank, %error, "the leader could not be told that this rank leaves");
-        }
+    /// A way to ask the leader for the end.
+    pub fn leaver(&self) -> Leaver {
+        Leaver { leader: self.leader.clone(), rank: self.rank }
     }
 
     /// Waits until the rank has left its group, and says why if it was not told to.
@@ -311,6 +314,17 @@ impl RunningFollower {
             outcome
         });
         joined.await.map_err(|error| error.to_string())?
+    }
+}
+
+impl Leaver {
+    /// Asks the leader to end the epoch in good order, because this process drains. The leader's Stop, or the end of
+    /// the link, ends [`RunningFollower::join`].
+    pub fn announce(&self) {
+        let message = FollowerMessage::Leaving { rank: self.rank }.encode();
+        if let Err(error) = self.leader.send(&message) {
+            warn!(rank = self.rank, %error, "the leader could not be told that this rank leaves");
+        }
     }
 }
 

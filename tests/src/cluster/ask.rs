@@ -144,12 +144,7 @@ impl Ask {
 
     /// The one output of the gRPC stream, read to its end.
     pub async fn output(&self, cluster: &TestCluster) -> Result<Output, Status> {
-        let mut output = Output::default();
-        let mut events = self.open(cluster).await?;
-        while let Some(event) = events.next().await {
-            output.take(event?);
-        }
-        Ok(output)
+        Output::of(self.open(cluster).await?).await
     }
 
     /// The tokens of the one output, read from a stream.
@@ -159,6 +154,15 @@ impl Ask {
 }
 
 impl Output {
+    /// The output of a stream, read to its end.
+    pub async fn of(mut events: Streaming<GenerateStreamResponse>) -> Result<Self, Status> {
+        let mut output = Self::default();
+        while let Some(event) = events.next().await {
+            output.take(event?);
+        }
+        Ok(output)
+    }
+
     /// Adds one event of a stream.
     pub fn take(&mut self, event: GenerateStreamResponse) {
         self.usage = event.usage.or(self.usage.take());

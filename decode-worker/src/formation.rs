@@ -1,0 +1,481 @@
+//! The lives of a group, as one of its processes lives them.
+//!
+//! ```text
+//!             all ranks registered              every rank joined,
+//!             and fit together                  self-check passed
+//!  ┌─────────┐ ─────────────────► ┌─────────┐ ─────────────────► ┌─────────┐
+//!  │ waiting │                    │ forming │                    │ serving │
+//!  └─────────┘ ◄───────────────── └─────────┘                    └─────────┘
+//!       ▲         a rank did not come in time                         │
+//!       └─────────────────────────────────────────────────────────────┘
+//!         a rank died, stalled, disagreed or drains; a newer epoch was raised
+//! ```
+//!
+//! The store is asked only on the way from waiting to serving. What ends a life is the group's own business: links,
+//! bounds and plans. So trouble with the store, or a lost lease, never ends a group that works; it only keeps the next
+//! one from forming. Ranks that are in the view and not alive cost one attempt with its bound; the next attempt is a new
+//! epoch, and nothing of the last one can reach into it.
+
+use std::{
+    collections::BTreeMap,
+    net::{SocketAddr, TcpListener},
+    sync::Arc,
+    time::Duration,
+};
+
+use longreach_cluster::{
+    Backoff, DecodeRegistration, EpochError, EpochRecord, GroupId, ReadyRecord, RegistrationState,
+    publish_ready, raise_epoch, withdraw_ready,
+};
+use longreach_engine::{
+    BuildError, DecodeGroup, EngineHandle, KvDoor, Rank, RunningEngine, RunningFollower,
+    process::{Peers, random_secret},
+    serve::{Drained, drain},
+};
+use longreach_types::{Epoch, Incarnation};
+use tokio::{
+    runtime::Handle,
+    sync::watch,
+    time::{Instant, timeout},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::{
+    Cluster,
+    view::{Fit, GroupView},
+};
+
+/// How long a life must last for its end to count as a first failure.
+const LIVED: Duration = Duration::from_secs(10);
+
+/// How long the store may take to forget that a group was ready; routers also find out by themselves.
+const WITHDRAW_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The ranks of this process.
+#[derive(Clone)]
+pub(crate) enum Hosted {
+    /// All, as threads.
+    Whole(DecodeGroup),
+    /// One, which meets its peers over TCP.
+    One { rank: Box<Rank>, idx: usize, listener: Arc<TcpListener> },
+}
+
+/// How a group comes together again and again.
+#[derive(Clone, Copy, Debug)]
+pub struct FormationConfig {
+    /// How long the ranks of an epoch may take to find each other. All have their weights loaded by then. Longer bears
+    /// slow networks; shorter tries again sooner when a rank is registered but gone.
+    pub connect_timeout: Duration,
+    /// Time of a registration's lease. Longer survives longer trouble of the store without a change of membership;
+    /// shorter forgets a dead process sooner, which stream ends and links notice anyway.
+    pub lease_ttl: Duration,
+}
+
+impl Default for FormationConfig {
+    fn default() -> Self {
+        Self { connect_timeout: Duration::from_secs(10), lease_ttl: Duration::from_secs(30) }
+    }
+}
+
+/// One process's part in its group.
+pub(crate) struct Formation {
+    pub(crate) cluster: Cluster,
+    pub(crate) group: GroupId,
+    pub(crate) fit: Fit,
+    pub(crate) hosted: Hosted,
+    pub(crate) config: FormationConfig,
+    pub(crate) drain_grace: Duration,
+    /// The door of each hosted rank.
+    pub(crate) doors: Vec<KvDoor>,
+    pub(crate) view: watch::Receiver<GroupView>,
+    /// The registration of each hosted rank, by rank.
+    pub(crate) registrations: BTreeMap<usize, watch::Receiver<RegistrationState>>,
+    /// Where the leader's service finds the engine of the current life.
+    pub(crate) life: watch::Sender<Option<EngineHandle>>,
+    /// Whether the group lives, for health checks.
+    pub(crate) is_serving: watch::Sender<bool>,
+    pub(crate) backoff: Backoff,
+    /// The latest epoch that this process has tried or seen; the next one is higher, whatever the store says.
+    pub(crate) seen: Epoch,
+}
+
+/// Why a life ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum End {
+    /// This process drains.
+    Shutdown,
+    /// Another rank's process drains.
+    Leaving(usize),
+    /// The engine failed.
+    Failed(String),
+    /// The group has a newer life, without this process as its leader.
+    Fenced(Epoch),
+}
+
+/// Why there is no life.
+#[derive(Debug, thiserror::Error)]
+enum FormError {
+    #[error(transparent)]
+    Epoch(#[from] EpochError),
+    #[error(transparent)]
+    Build(#[from] BuildError),
+    #[error("cannot make the group's secret: {0}")]
+    Secret(std::io::Error),
+    #[error("cannot find rank {rank} at {addr}: {source}")]
+    Resolve { rank: usize, addr: String, source: std::io::Error },
+    #[error("cannot find rank {rank}: {addr} has no address")]
+    NoAddress { rank: usize, addr: String },
+    #[error("building the group: {0}")]
+    Task(#[from] tokio::task::JoinError),
+}
+
+impl Formation {
+    /// Lives until `shutdown`, then drains. `leave` takes this process out of the membership.
+    pub(crate) async fn run(mut self, shutdown: &CancellationToken, leave: &CancellationToken) -> Drained {
+        if self.is_leader() { self.lead(shutdown, leave).await } else { self.follow(shutdown, leave).await }
+    }
+
+    fn is_leader(&self) -> bool {
+        matches!(self.hosted, Hosted::Whole(_) | Hosted::One { idx: 0, .. })
+    }
+
+    async fn lead(&mut self, shutdown: &CancellationToken, leave: &CancellationToken) -> Drained {
+        loop {
+            // Both arms only wait.
+            let members = tokio::select! {
+                () = shutdown.cancelled() => break,
+                members = self.complete() => members,
+            };
+            let begun = match shutdown.run_until_cancelled(self.raise(members)).await {
+                None => break,
+                Some(Err(error)) => Err(error),
+                Some(Ok(record)) => self.begin(&record).await.map(|engine| (record, engine)),
+            };
+            let (record, engine) = match begun {
+                Ok(begun) => begun,
+                Err(error) => {
+                    self.failed(&error, shutdown).await;
+                    continue;
+                }
+            };
+            let since = Instant::now();
+            let end = self.serve(&record, &engine.handle, shutdown).await;
+            let drained = self.end_life(&record, engine, &end, leave).await;
+            if end == End::Shutdown {
+                return drained;
+            }
+            self.rest(since, shutdown).await;
+        }
+        Drained::Finished
+    }
+
+    /// Waits until every rank is there.
+    async fn complete(&mut self) -> Vec<DecodeRegistration> {
+        let mut told = false;
+        loop {
+            let own = self.own_lives();
+            let members = self.view.borrow_and_update().complete(&self.fit, &own);
+            if let Some(members) = members {
+                return members;
+            }
+            if !told {
+                told = true;
+                let n_ranks = self.fit.shape.n_ranks();
+                info!(group = self.group.0, n_ranks, "waiting for the ranks of the group");
+            }
+            self.changed().await;
+        }
+    }
+
+    /// Waits for news of the cluster or of this process's registrations.
+    async fn changed(&mut self) {
+        let mut states: Vec<_> = self.registrations.values().cloned().collect();
+        let registrations = states.iter_mut().map(|state| Box::pin(state.changed()));
+        // Both arms only wait; whoever is told looks at everything again.
+        tokio::select! {
+            _gone = self.view.changed() => {}
+            _gone = futures::future::select_all(registrations) => {}
+        }
+    }
+
+    /// The lives under which this process is registered now.
+    fn own_lives(&mut self) -> BTreeMap<usize, Incarnation> {
+        let life = |state: &mut watch::Receiver<RegistrationState>| match *state.borrow_and_update() {
+            RegistrationState::Registered { incarnation, .. }
+            | RegistrationState::Unconfirmed { incarnation, .. } => incarnation,
+            // No life: nothing that is registered is ours.
+            _ => Incarnation(u64::MAX),
+        };
+        self.registrations.iter_mut().map(|(rank, state)| (*rank, life(state))).collect()
+    }
+
+    async fn raise(&mut self, members: Vec<DecodeRegistration>) -> Result<EpochRecord, FormError> {
+        let secret = random_secret().map_err(FormError::Secret)?;
+        let make = |epoch: Epoch| EpochRecord { epoch, secret, members };
+        let Cluster { coordinator, keys } = &self.cluster;
+        let record = raise_epoch(&**coordinator, keys, &self.group, make).await?;
+        self.seen = self.seen.max(record.epoch);
+        info!(group = self.group.0, epoch = %record.epoch, "epoch raised");
+        Ok(record)
+    }
+
+    /// Starts the engine of a life: every rank has joined and the self-check has passed when it returns.
+    async fn begin(&self, record: &EpochRecord) -> Result<RunningEngine, FormError> {
+        let endpoints: Vec<_> = record.members.iter().map(|member| member.endpoint.clone()).collect();
+        let runtime = Handle::current();
+        let started = match &self.hosted {
+            Hosted::Whole(group) => {
+                let life = group.enlist(record.epoch);
+                self.doors.iter().zip(life.inlets()).for_each(|(door, inlet)| door.open(inlet));
+                tokio::task::spawn_blocking(move || life.start(endpoints, &runtime)).await
+            }
+            Hosted::One { rank, listener, .. } => {
+                let peers = self.peers(record).await?;
+                let (member, listener) = (rank.enlist(record.epoch), Arc::clone(listener));
+                self.doors.iter().for_each(|door| door.open(member.inlet()));
+                tokio::task::spawn_blocking(move || member.lead(&listener, &peers, endpoints, &runtime)).await
+            }
+        };
+        Ok(started??)
+    }
+
+    async fn peers(&self, record: &EpochRecord) -> Result<Peers, FormError> {
+        let mut addrs = Vec::new();
+        for member in &record.members {
+            addrs.push(resolve(member).await?);
+        }
+        let (secret, connect_timeout) = (record.secret.clone(), self.config.connect_timeout);
+        Ok(Peers { addrs, secret, connect_timeout })
+    }
+
+    /// Serves one life until something ends it.
+    async fn serve(
+        &mut self,
+        record: &EpochRecord,
+        engine: &EngineHandle,
+        shutdown: &CancellationToken,
+    ) -> End {
+        self.life.send_replace(Some(engine.clone()));
+        self.is_serving.send_replace(true);
+        let ready = self.ready(record);
+        let registration = self.registrations.values().next().cloned();
+        let announcing = announce(self.cluster.clone(), self.group.clone(), ready, registration);
+        let mut view = self.view.clone();
+        // All arms only wait, and the announcement begins again in the next life.
+        tokio::select! {
+            () = shutdown.cancelled() => End::Shutdown,
+            _stopped = engine.wait_for(|info| info.failure.is_some() || info.leaving.is_some()) => {
+                let info = engine.info();
+                match (info.failure, info.leaving) {
+                    (None, Some(rank)) => End::Leaving(rank),
+                    (failure, _) => End::Failed(failure.unwrap_or_else(|| "the engine has stopped".to_owned())),
+                }
+            }
+            newer = async {
+                let newer = view.wait_for(|view| view.last_epoch() > record.epoch).await;
+                let newer = newer.map(|view| view.last_epoch());
+                // Without a view nothing newer is known.
+                match newer {
+                    Ok(newer) => newer,
+                    Err(_) => std::future::pending().await,
+                }
+            } => End::Fenced(newer),
+            never = announcing => match never {},
+        }
+    }
+
+    fn ready(&self, record: &EpochRecord) -> ReadyRecord {
+        ReadyRecord {
+            epoch: record.epoch,
+            endpoint: record.members[0].endpoint.clone(),
+            n_ranks: self.fit.shape.n_ranks(),
+            dcp_size: self.fit.shape.dcp_size(),
+            layout_hash: self.fit.layout_hash.clone(),
+        }
+    }
+
+    /// Ends a life: not ready, nothing new, what is in flight finished or handed over, all ranks told.
+    async fn end_life(
+        &mut self,
+        record: &EpochRecord,
+        engine: RunningEngine,
+        end: &End,
+        leave: &CancellationToken,
+    ) -> Drained {
+        let (group, epoch) = (&self.group.0, record.epoch);
+        match end {
+            End::Shutdown => info!(group, %epoch, "the group drains"),
+            End::Leaving(rank) => info!(group, %epoch, rank, "a rank drains, the group ends its epoch"),
+            End::Failed(failure) => warn!(group, %epoch, failure, "the group has failed, it will form again"),
+            End::Fenced(newer) => warn!(group, %epoch, %newer, "the group has a newer life"),
+        }
+        self.is_serving.send_replace(false);
+        self.life.send_replace(None);
+        let Cluster { coordinator, keys } = &self.cluster;
+        let withdrawn = withdraw_ready(&**coordinator, keys, (&self.group, record.epoch));
+        if !matches!(timeout(WITHDRAW_TIMEOUT, withdrawn).await, Ok(Ok(()))) {
+            info!(group, %epoch, "the store was not told that the group is gone; it ends with its lease");
+        }
+        if *end == End::Shutdown {
+            leave.cancel();
+        }
+        let drained = match end {
+            End::Shutdown | End::Leaving(_) => self.settle(&engine.handle).await,
+            End::Failed(_) | End::Fenced(_) => Drained::Finished,
+        };
+        self.doors.iter().for_each(KvDoor::close);
+        // Its failure is known already, and a stopped life has nothing more to say.
+        let _ended = engine.stop().await;
+        drained
+    }
+
+    /// Lets sequences go: over to another group at once if there is one, else when they are done or the grace is over.
+    async fn settle(&self, engine: &EngineHandle) -> Drained {
+        let has_heir = self.view.borrow().has_heir(&self.group, &self.fit);
+        if has_heir {
+            engine.hand_over().await;
+        }
+        drain(engine, self.drain_grace).await
+    }
+
+    async fn follow(&mut self, shutdown: &CancellationToken, leave: &CancellationToken) -> Drained {
+        loop {
+            // Both arms only wait.
+            let record = tokio::select! {
+                () = shutdown.cancelled() => break,
+                record = self.called() => record,
+            };
+            self.seen = record.epoch;
+            let follower = match self.join(&record).await {
+                Ok(follower) => follower,
+                Err(error) => {
+                    // The leader has given the epoch up too; its next one is worth the next attempt.
+                    warn!(group = self.group.0, epoch = %record.epoch, %error, "the group did not form");
+                    continue;
+                }
+            };
+            info!(group = self.group.0, epoch = %record.epoch, "joined the group");
+            self.is_serving.send_replace(true);
+            let end = self.obey(follower, shutdown, leave).await;
+            self.is_serving.send_replace(false);
+            self.doors.iter().for_each(KvDoor::close);
+            if let Err(failure) = end {
+                warn!(group = self.group.0, epoch = %record.epoch, failure, "left the group");
+            }
+        }
+        leave.cancel();
+        Drained::Finished
+    }
+
+    /// Waits for an epoch that counts on this process.
+    async fn called(&mut self) -> EpochRecord {
+        loop {
+            let own = self.own_lives();
+            let counts_on_us = |record: &&EpochRecord| {
+                own.iter().all(|(rank, life)| {
+                    record.members.get(*rank).is_some_and(|member| member.incarnation == *life)
+                })
+            };
+            let view = self.view.borrow_and_update().clone();
+            let record = view.epoch.as_ref().filter(|record| record.epoch > self.seen);
+            if let Some(record) = record.filter(counts_on_us) {
+                return record.clone();
+            }
+            self.changed().await;
+        }
+    }
+
+    async fn join(&self, record: &EpochRecord) -> Result<RunningFollower, FormError> {
+        let peers = self.peers(record).await?;
+        let Hosted::One { rank, listener, .. } = &self.hosted else {
+            return Err(BuildError::WrongEnd { rank: 0 }.into());
+        };
+        let (member, listener, runtime) =
+            (rank.enlist(record.epoch), Arc::clone(listener), Handle::current());
+        self.doors.iter().for_each(|door| door.open(member.inlet()));
+        Ok(tokio::task::spawn_blocking(move || member.follow(&listener, &peers, &runtime)).await??)
+    }
+
+    /// Follows until the leader ends the epoch or is gone. A process that drains asks it to.
+    async fn obey(
+        &self,
+        follower: RunningFollower,
+        shutdown: &CancellationToken,
+        leave: &CancellationToken,
+    ) -> Result<(), String> {
+        let leaver = follower.leaver();
+        let ended = follower.join();
+        tokio::pin!(ended);
+        // Biased only to save a farewell from a rank whose group is gone already.
+        tokio::select! {
+            biased;
+            end = &mut ended => return end,
+            () = shutdown.cancelled() => {}
+        }
+        // Out of the membership first, so that the leader does not count on this rank again.
+        leave.cancel();
+        leaver.announce();
+        timeout(self.drain_grace, ended).await.unwrap_or_else(|_| {
+            warn!(group = self.group.0, "the leader has not ended the epoch within the grace; leaving it");
+            Ok(())
+        })
+    }
+
+    /// Says why a group did not form, and waits before the next attempt.
+    async fn failed(&mut self, error: &FormError, shutdown: &CancellationToken) {
+        self.doors.iter().for_each(KvDoor::close);
+        let pause = self.backoff.pause();
+        warn!(group = self.group.0, %error, ?pause, "the group did not form, trying again");
+        let _or_shutdown = shutdown.run_until_cancelled(tokio::time::sleep(pause)).await;
+    }
+
+    /// A group that fails as soon as it serves must not do so in a busy loop.
+    async fn rest(&mut self, since: Instant, shutdown: &CancellationToken) {
+        if since.elapsed() >= LIVED {
+            self.backoff.reset();
+        } else {
+            let pause = self.backoff.pause();
+            let _or_shutdown = shutdown.run_until_cancelled(tokio::time::sleep(pause)).await;
+        }
+    }
+}
+
+/// Keeps the store knowing that the group serves, under the leader's lease, as often as that changes.
+async fn announce(
+    Cluster { coordinator, keys }: Cluster,
+    group: GroupId,
+    ready: ReadyRecord,
+    registration: Option<watch::Receiver<RegistrationState>>,
+) -> std::convert::Infallible {
+    let Some(mut state) = registration else { return std::future::pending().await };
+    let mut backoff = Backoff::default();
+    loop {
+        let now = *state.borrow_and_update();
+        if let RegistrationState::Registered { lease, .. } = now {
+            match publish_ready(&*coordinator, &keys, (&group, &ready), lease).await {
+                Ok(_) => {
+                    backoff.reset();
+                    info!(group = group.0, epoch = %ready.epoch, "group is ready");
+                }
+                Err(error) => {
+                    warn!(group = group.0, %error, "group could not be announced, trying again");
+                    tokio::time::sleep(backoff.pause()).await;
+                    continue;
+                }
+            }
+        }
+        if state.changed().await.is_err() {
+            return std::future::pending().await;
+        }
+    }
+}
+
+async fn resolve(member: &DecodeRegistration) -> Result<SocketAddr, FormError> {
+    let (rank, addr) = (member.rank, member.peer_addr.clone());
+    let found = tokio::net::lookup_host(&addr).await.map(|mut addrs| addrs.next());
+    match found {
+        Ok(found) => found.ok_or(FormError::NoAddress { rank, addr }),
+        Err(source) => Err(FormError::Resolve { rank, addr, source }),
+    }
+}
