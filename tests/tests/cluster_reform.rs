@@ -21,7 +21,7 @@ fn asks() -> Vec<Ask> {
     let prompt = |i: u32| (0..20 + 90 * i).map(|j| (7 * i + j) % 250).collect::<Vec<_>>();
     let ask = |i: u32| {
         let ask = Ask::tokens(prompt(i)).max_tokens(N_TOKENS);
-        if i % 2 == 0 { ask } else { ask.sampled(u64::from(i)) }
+        if i.is_multiple_of(2) { ask } else { ask.sampled(u64::from(i)) }
     };
     (0..6).map(ask).collect()
 }

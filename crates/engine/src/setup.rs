@@ -269,7 +269,7 @@ impl Plan {
     pub(crate) fn digest(&self, model: &Model, config: &EngineConfig, epoch: Epoch) -> [u8; 32] {
         let EngineConfig { shape, weights, merge_form, query_form, .. } = config;
         let layout = model.kv_layout(config);
-        let Self { dcp, n_blocks, max_seq_len } = self;
+        let Self { dcp, n_blocks, max_seq_len, .. } = self;
         // The ranks of a group are built from one source, so one text form of these plain values will do.
         let agreed = (epoch, layout, (shape, weights, merge_form, query_form), (dcp, n_blocks, max_seq_len));
         Sha256::digest(format!("{agreed:?}")).into()
