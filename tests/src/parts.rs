@@ -1,0 +1,140 @@
+//! A cluster whose parts are started and drained one by one, as an orchestrator does it, in one process.
+//!
+//! Parts find each other by their registrations in a store in memory, and speak over loopback: ranks of one group join
+//! over TCP as they do between processes. What a part cannot do here is die: for that there are processes.
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use longreach_cluster::{Coordinator, KeySpace, MemoryCoordinator};
+use longreach_decode::{Cluster, DecodeConfig, FormationConfig, Hosting};
+use longreach_engine::{EngineConfig, EngineHandle};
+use longreach_prefill::PrefillConfig;
+use longreach_proto::inference::inference_service_client::InferenceServiceClient;
+use longreach_router::{RouterConfig, WorkerSource};
+use tokio::{sync::watch, task::JoinHandle};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tonic::transport::{Channel, Endpoint};
+
+use crate::{
+    cluster::{PATIENCE, model::ServedModel},
+    tiny::Error,
+};
+
+/// Parts listen on free ports of this machine only.
+const LOOPBACK: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 0);
+
+/// How long a part that drains lets its work finish.
+const GRACE: Duration = Duration::from_secs(30);
+
+/// A cluster to which parts are added.
+pub struct Parts {
+    model: ServedModel,
+    cluster: Cluster,
+    tasks: TaskTracker,
+}
+
+/// A part that serves.
+pub struct Part {
+    shutdown: CancellationToken,
+    serving: JoinHandle<Result<(), String>>,
+}
+
+/// A process of a decode group.
+pub struct RankPart {
+    /// The part.
+    pub part: Part,
+    /// The engine of the group's current life, if this part leads it.
+    pub life: watch::Receiver<Option<EngineHandle>>,
+    /// Whether the part has its place in a living group.
+    pub is_serving: watch::Receiver<bool>,
+}
+
+/// A router.
+pub struct RouterPart {
+    /// The part.
+    pub part: Part,
+    channel: Channel,
+}
+
+impl Parts {
+    /// An empty cluster that will serve `model`.
+    pub fn new(model: ServedModel) -> Result<Self, Error> {
+        let coordinator: Arc<dyn Coordinator> = Arc::new(MemoryCoordinator::default());
+        let cluster = Cluster { coordinator, keys: KeySpace::new("parts")? };
+        Ok(Self { model, cluster, tasks: TaskTracker::new() })
+    }
+
+    fn part(
+        &self,
+        shutdown: CancellationToken,
+        serving: impl Future<Output = Result<(), String>> + Send + 'static,
+    ) -> Part {
+        Part { shutdown, serving: self.tasks.spawn(serving) }
+    }
+
+    /// Rank `rank` of a group, as a process of its own.
+    pub async fn rank(&self, group: &str, rank: usize, engine: EngineConfig) -> Result<RankPart, Error> {
+        let config = DecodeConfig {
+            group_id: group.to_owned(),
+            hosting: Hosting::Rank { rank, peer_addr: LOOPBACK },
+            addr: LOOPBACK,
+            advertise: None,
+            engine,
+            formation: FormationConfig::default(),
+            drain_grace: GRACE,
+        };
+        let worker = config.build(&self.model.model, self.cluster.clone(), |_, _| {}).await?;
+        let (life, is_serving, shutdown) = (worker.life(), worker.is_serving(), CancellationToken::new());
+        let serving = worker.serve(shutdown.clone());
+        let part = self.part(shutdown, async { serving.await.map(drop) });
+        Ok(RankPart { part, life, is_serving })
+    }
+
+    /// A prefill worker.
+    pub async fn prefill(&self, name: &str, engine: EngineConfig) -> Result<Part, Error> {
+        let config = PrefillConfig { worker_id: name.to_owned(), addr: LOOPBACK, engine, drain_grace: GRACE };
+        let worker = config.build(&self.model.model, &self.cluster.keys, |_, _| {}).await?;
+        let shutdown = CancellationToken::new();
+        let serving = worker.serve(Arc::clone(&self.cluster.coordinator), shutdown.clone());
+        Ok(self.part(shutdown, async { serving.await.map(drop) }))
+    }
+
+    /// A router.
+    pub async fn router(&self) -> Result<RouterPart, Error> {
+        let mut config = RouterConfig::new(self.model.name.clone());
+        (config.grpc_addr, config.http_addr) = (LOOPBACK, LOOPBACK);
+        config.workers.poll_interval = Duration::from_millis(20);
+        config.serving.drain_notice = Duration::ZERO;
+        let Cluster { coordinator, keys } = self.cluster.clone();
+        let source = WorkerSource::Cluster { coordinator, keys };
+        let router = config.build(source, self.model.text.clone())?.bind().await?;
+        let endpoint = Endpoint::from_shared(format!("http://{}", router.grpc_addr()))?;
+        let shutdown = CancellationToken::new();
+        let serving = router.serve(shutdown.clone());
+        let part = self.part(shutdown, async { serving.await.map(drop).map_err(|error| error.to_string()) });
+        Ok(RouterPart { part, channel: endpoint.tcp_nodelay(true).connect_lazy() })
+    }
+}
+
+impl Part {
+    /// Drains, as on SIGTERM, and waits for the end.
+    pub async fn drain(self) -> Result<(), Error> {
+        self.shutdown.cancel();
+        Ok(tokio::time::timeout(PATIENCE, self.serving).await???)
+    }
+}
+
+impl RankPart {
+    /// Waits until the part has its place in a living group.
+    pub async fn serves(&mut self) -> Result<(), Error> {
+        tokio::time::timeout(PATIENCE, self.is_serving.wait_for(|is_serving| *is_serving)).await??;
+        Ok(())
+    }
+}
+
+impl RouterPart {
+    /// A client. All share one connection.
+    pub fn inference(&self) -> InferenceServiceClient<Channel> {
+        InferenceServiceClient::new(self.channel.clone())
+    }
+}
