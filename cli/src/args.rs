@@ -160,15 +160,12 @@ impl EngineArgs {
             ("--model", self.model.clone()),
             ("--decode-ranks", Some(shape.n_ranks().to_string())),
             ("--dcp", Some(shape.dcp_size().to_string())),
-            ("--weights", Some(if self.weights == WeightForm::F32 { "f32" } else { "as-stored" }.to_owned())),
+            ("--weights", Some(self.weights.to_string())),
             ("--kv-dtype", Some(self.kv_dtype.to_string())),
             ("--kv-mib", Some(self.kv_mib.to_string())),
             ("--max-seq-len", self.max_seq_len.map(|len| len.to_string())),
-            ("--merge", Some(if self.merge == MergeForm::AgRs { "ag_rs" } else { "a2a" }.to_owned())),
-            (
-                "--query",
-                Some(if self.query == QueryForm::Gather { "gather" } else { "replicate" }.to_owned()),
-            ),
+            ("--merge", Some(self.merge.to_string())),
+            ("--query", Some(self.query.to_string())),
             ("--isa", self.isa.map(|isa| isa.to_string())),
             ("--threads", self.threads.map(|n| n.to_string())),
         ];

@@ -29,8 +29,10 @@ mod ops;
 mod output;
 mod random;
 mod request;
+mod role;
 mod routing;
 mod server;
+mod settings;
 #[cfg(feature = "simulation")]
 pub mod simulation;
 mod workers;
@@ -40,5 +42,7 @@ pub use discovery::WorkerSource;
 pub use dispatch::RecoveryConfig;
 pub use http::StreamConfig;
 pub use request::{RequestLimits, SamplingDefaults};
+pub use role::run;
 pub use server::{BoundRouter, Router, ServeError};
+pub use settings::RouterSettings;
 pub use workers::{DecodeCalls, Dial, DialError, PrefillCalls, WorkerConfig};

@@ -140,7 +140,7 @@ impl Lifecycle {
     /// A process that is starting.
     pub fn new() -> Self {
         Self {
-            readiness: ReadinessCell::new(),
+            readiness: ReadinessCell::default(),
             stop: watch::Sender::new(None),
             draining: CancellationToken::new(),
             cancelled: CancellationToken::new(),

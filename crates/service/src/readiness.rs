@@ -69,31 +69,37 @@ impl State {
 
 /// The readiness of a process, shared by its parts.
 #[derive(Clone, Debug)]
-pub(crate) struct ReadinessCell {
+pub struct ReadinessCell {
     state: Arc<std::sync::Mutex<State>>,
     next_hold: Arc<AtomicU64>,
 }
 
-impl ReadinessCell {
-    pub(crate) fn new() -> Self {
+impl Default for ReadinessCell {
+    fn default() -> Self {
         let shown = watch::Sender::new(Readiness::Starting { waiting_for: Vec::new() });
         let state = State { has_started: false, is_draining: false, holds: BTreeMap::new(), shown };
         Self { state: Arc::new(std::sync::Mutex::new(state)), next_hold: Arc::default() }
     }
+}
 
-    pub(crate) fn subscribe(&self) -> watch::Receiver<Readiness> {
+impl ReadinessCell {
+    /// The readiness, now and as it changes.
+    pub fn subscribe(&self) -> watch::Receiver<Readiness> {
         self.with(|state| state.shown.subscribe())
     }
 
-    pub(crate) fn started(&self) {
+    /// Says that everything is started. Ready from here on, unless somebody holds a [`Hold`].
+    pub fn started(&self) {
         self.with(|state| state.has_started = true);
     }
 
-    pub(crate) fn draining(&self) {
+    /// Says that no new work may come any more.
+    pub fn draining(&self) {
         self.with(|state| state.is_draining = true);
     }
 
-    pub(crate) fn hold(&self, what: &str) -> Hold {
+    /// Keeps the process from being ready, for the reason `what`, until the hold is dropped.
+    pub fn hold(&self, what: &str) -> Hold {
         let number = self.next_hold.fetch_add(1, Ordering::Relaxed);
         self.with(|state| drop(state.holds.insert(number, what.to_owned())));
         Hold { cell: self.clone(), number }
@@ -134,7 +140,7 @@ mod tests {
 
     #[test]
     fn ready_is_started_and_held_by_nobody_and_draining_is_final() {
-        let cell = ReadinessCell::new();
+        let cell = ReadinessCell::default();
         let seen = cell.subscribe();
         let says = || seen.borrow().to_string();
         assert_eq!(says(), "starting");
@@ -156,7 +162,7 @@ mod tests {
 
     #[test]
     fn watchers_wake_for_changes_only() {
-        let cell = ReadinessCell::new();
+        let cell = ReadinessCell::default();
         cell.started();
         let mut seen = cell.subscribe();
         seen.mark_unchanged();

@@ -5,20 +5,26 @@ use std::io::{self, IsTerminal};
 use thiserror::Error;
 use tracing_subscriber::{EnvFilter, filter::ParseError, fmt, layer::SubscriberExt, util::SubscriberInitExt};
 
-/// The environment variable that overrides the filter of the configuration.
+/// The environment variable that commands without a configuration read.
 const FILTER_VARIABLE: &str = "LONGREACH_LOG";
 
 /// What is logged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogConfig {
-    /// A filter in the syntax of `tracing-subscriber`, `info,longreach_router=debug` for example. The variable
-    /// `LONGREACH_LOG` overrides it.
+    /// A filter in the syntax of `tracing-subscriber`, `info,longreach_router=debug` for example.
     pub filter: String,
 }
 
 impl Default for LogConfig {
     fn default() -> Self {
         Self { filter: "info".to_owned() }
+    }
+}
+
+impl LogConfig {
+    /// The filter of the variable `LONGREACH_LOG`, or else `filter`. Roles have a setting of that variable instead.
+    pub fn from_env_or(filter: &str) -> Self {
+        Self { filter: std::env::var(FILTER_VARIABLE).unwrap_or_else(|_| filter.to_owned()) }
     }
 }
 
@@ -41,7 +47,7 @@ pub enum LogError {
 
 /// Sets up logging for the process. Colours are used on a terminal only.
 pub fn init_tracing(config: &LogConfig) -> Result<(), LogError> {
-    let filter = filter(std::env::var(FILTER_VARIABLE).ok().unwrap_or_else(|| config.filter.clone()))?;
+    let filter = filter(config.filter.clone())?;
     let lines = fmt::layer().compact().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
     tracing_subscriber::registry().with(filter).with(lines).try_init().map_err(|_| LogError::Twice)
 }

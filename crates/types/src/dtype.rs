@@ -60,6 +60,15 @@ pub enum WeightForm {
     F32,
 }
 
+impl fmt::Display for WeightForm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::AsStored => "as-stored",
+            Self::F32 => "f32",
+        })
+    }
+}
+
 impl FromStr for WeightForm {
     type Err = String;
 

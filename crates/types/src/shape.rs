@@ -172,6 +172,15 @@ pub enum QueryForm {
     Gather,
 }
 
+impl fmt::Display for MergeForm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::A2a => "a2a",
+            Self::AgRs => "ag_rs",
+        })
+    }
+}
+
 impl FromStr for MergeForm {
     type Err = String;
 
@@ -181,6 +190,15 @@ impl FromStr for MergeForm {
             "ag_rs" => Ok(Self::AgRs),
             _ => Err(format!("unknown merge form {text:?}: choose a2a or ag_rs")),
         }
+    }
+}
+
+impl fmt::Display for QueryForm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Replicate => "replicate",
+            Self::Gather => "gather",
+        })
     }
 }
 
