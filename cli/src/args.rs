@@ -5,6 +5,9 @@ use std::net::SocketAddr;
 use clap::{Args, Parser, Subcommand};
 use longreach_engine::EngineConfig;
 use longreach_kernels::Isa;
+use longreach_prefill::PrefillSettings;
+use longreach_router::RouterSettings;
+use longreach_service::{Exit, RoleArgs, run_role};
 use longreach_types::{GroupShape, KvDtype, MergeForm, QueryForm, WeightForm};
 
 use crate::error::CliError;
@@ -19,6 +22,15 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    #[command(flatten)]
+    Own(OwnCommand),
+    #[command(flatten)]
+    Role(RoleCommand),
+}
+
+/// What the command does itself.
+#[derive(Debug, Subcommand)]
+pub(crate) enum OwnCommand {
     /// Start a whole cluster on this machine: router, prefill workers and a decode group.
     Up(UpArgs),
     /// Talk to a running cluster in the terminal.
@@ -28,6 +40,15 @@ pub(crate) enum Command {
     /// One rank of a decode group, started by another command of this program.
     #[command(hide = true)]
     Rank(RankArgs),
+}
+
+/// One role of a cluster as this process; each has a program of its own too.
+#[derive(Debug, Subcommand)]
+pub(crate) enum RoleCommand {
+    /// Serve a model to clients, with the workers of a cluster.
+    Router(Box<RoleArgs<RouterSettings>>),
+    /// Compute prompts, and send their KV to decode groups.
+    Prefill(Box<RoleArgs<PrefillSettings>>),
 }
 
 /// What a model is served with, whatever serves it.
@@ -151,6 +172,16 @@ pub(crate) struct RankArgs {
     /// Which rank.
     #[arg(long)]
     pub(crate) rank: usize,
+}
+
+impl RoleCommand {
+    /// Runs the role's process to its end.
+    pub(crate) fn run(self) -> Exit {
+        match self {
+            Self::Router(args) => run_role(*args, longreach_router::run),
+            Self::Prefill(args) => run_role(*args, longreach_prefill::run),
+        }
+    }
 }
 
 impl EngineArgs {

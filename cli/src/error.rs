@@ -1,6 +1,6 @@
 //! How the command fails: a sentence for people, and an exit code for scripts.
 
-use longreach_service::Exit;
+use longreach_service::{Exit, sentence};
 
 /// Why the command ended without doing what was asked.
 #[derive(Debug, thiserror::Error)]
@@ -23,17 +23,6 @@ impl CliError {
 
     /// A failure with all its causes in one sentence.
     pub(crate) fn start(error: &(dyn std::error::Error + 'static)) -> Self {
-        let causes = std::iter::successors(Some(error), |error| error.source()).map(ToString::to_string);
-        let mut text = String::new();
-        for cause in causes {
-            // A transparent error repeats its cause word for word.
-            if !text.ends_with(&cause) {
-                if !text.is_empty() {
-                    text.push_str(": ");
-                }
-                text.push_str(&cause);
-            }
-        }
-        Self::Start(text)
+        Self::Start(sentence(error))
     }
 }

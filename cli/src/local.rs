@@ -146,10 +146,8 @@ impl LocalCluster {
         let mut prefills = Vec::new();
         for idx in 0..n_prefills {
             let prefill = PrefillConfig {
-                worker_id: format!("prefill-{idx}"),
-                addr: LOOPBACK,
-                engine: engine.clone(),
                 drain_grace: worker_grace,
+                ..PrefillConfig::new(format!("prefill-{idx}"), engine.clone())
             };
             let bar = progress(&prefill.worker_id);
             prefills.push(prefill.build(model, &keys, bar).await?);

@@ -13,7 +13,7 @@ mod up;
 use longreach_service::{Exit, LogConfig, init_tracing, parse_args};
 
 use crate::{
-    args::{Cli, Command},
+    args::{Cli, Command, OwnCommand},
     error::CliError,
 };
 
@@ -22,9 +22,13 @@ fn main() -> Exit {
         Ok(cli) => cli,
         Err(exit) => return exit,
     };
-    let outcome = init_tracing(&LogConfig { filter: "warn".to_owned() })
+    let command = match cli.command {
+        Command::Role(role) => return role.run(),
+        Command::Own(command) => command,
+    };
+    let outcome = init_tracing(&LogConfig::from_env_or("warn"))
         .map_err(|error| CliError::Usage(error.to_string()))
-        .and_then(|()| run(cli));
+        .and_then(|()| run(command));
     match outcome {
         Ok(()) => Exit::Clean,
         Err(error) => {
@@ -34,17 +38,17 @@ fn main() -> Exit {
     }
 }
 
-fn run(cli: Cli) -> Result<(), CliError> {
+fn run(command: OwnCommand) -> Result<(), CliError> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
         .map_err(|error| CliError::Start(format!("the async runtime could not start: {error}")))?;
     runtime.block_on(async {
-        match cli.command {
-            Command::Up(args) => up::run(args).await,
-            Command::Chat(args) => chat::run(args).await,
-            Command::Generate(args) => generate::run(args).await,
-            Command::Rank(args) => ranks::run_child(args).await,
+        match command {
+            OwnCommand::Up(args) => up::run(args).await,
+            OwnCommand::Chat(args) => chat::run(args).await,
+            OwnCommand::Generate(args) => generate::run(args).await,
+            OwnCommand::Rank(args) => ranks::run_child(args).await,
         }
     })
 }

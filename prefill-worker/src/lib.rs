@@ -1,6 +1,8 @@
 //! A prefill worker as a service: it computes prompts for routers and sends their KV to decode groups.
 
 mod handler;
+mod role;
+mod settings;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -14,15 +16,18 @@ use longreach_engine::{
     start_prefill,
 };
 use longreach_proto::worker::prefill_server;
+use longreach_service::{AdminBindError, Hold, config::Advertise};
 use longreach_types::{GroupShape, WorkerId};
+use longreach_worker::Ops;
 use tokio::{runtime::Handle, sync::watch};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::service::Routes;
 
 use crate::handler::Prefill;
+pub use crate::{role::run, settings::PrefillSettings};
 
-/// Time of a registration's lease.
-const LEASE_TTL: Duration = Duration::from_secs(30);
+/// The services of the worker's door, as health checks name them.
+const SERVICE_NAMES: [&str; 1] = ["longreach.worker.v1.PrefillService"];
 
 /// A prefill worker's settings.
 #[derive(Clone, Debug)]
@@ -31,8 +36,14 @@ pub struct PrefillConfig {
     pub worker_id: String,
     /// Where it listens; port 0 takes a free one.
     pub addr: SocketAddr,
+    /// What the cluster is told in place of `addr`; a worker that listens everywhere needs it.
+    pub advertise: Option<Advertise>,
+    /// Where health and metrics are served over HTTP; nowhere unless set.
+    pub http_addr: Option<SocketAddr>,
     /// The engine; a prefill worker is a group of one whatever the shape says.
     pub engine: EngineConfig,
+    /// How long the worker's registration outlives it, or trouble of the cluster's store.
+    pub lease_ttl: Duration,
     /// How long a drain waits for prompts in flight. Longer finishes more of them; shorter ends sooner.
     pub drain_grace: Duration,
 }
@@ -43,6 +54,9 @@ pub enum StartError {
     /// The address is taken.
     #[error(transparent)]
     Bind(#[from] BindError),
+    /// The operators' address is taken.
+    #[error(transparent)]
+    AdminBind(#[from] AdminBindError),
     /// The model or the engine.
     #[error(transparent)]
     Build(#[from] BuildError),
@@ -60,10 +74,24 @@ pub struct PrefillWorker {
     key: String,
     layout_hash: String,
     door: Door,
+    ops: Ops,
     engine: RunningEngine,
 }
 
 impl PrefillConfig {
+    /// A worker on a free port of loopback, with all defaults.
+    pub fn new(worker_id: impl Into<String>, engine: EngineConfig) -> Self {
+        Self {
+            worker_id: worker_id.into(),
+            addr: SocketAddr::from(([127, 0, 0, 1], 0)),
+            advertise: None,
+            http_addr: None,
+            engine,
+            lease_ttl: Duration::from_secs(30),
+            drain_grace: Duration::from_secs(60),
+        }
+    }
+
     /// Binds, loads the model and starts the engine.
     pub async fn build(
         mut self,
@@ -74,19 +102,27 @@ impl PrefillConfig {
         self.engine.shape = GroupShape::SINGLE;
         let key = keys.encode(&Key::Prefill(WorkerId(self.worker_id.clone())))?;
         let door = Door::open(self.addr).await?;
+        let ops = Ops::open("prefill", self.http_addr).await?;
         let layout_hash = model.layout_hash(&self.engine);
         let (model, config, runtime) = (model.clone(), self.engine.clone(), Handle::current());
         let start =
             move || start_prefill(&model, &config, Arc::new(GrpcTransport::default()), &runtime, &progress);
         let engine = tokio::task::spawn_blocking(start).await??;
-        Ok(PrefillWorker { config: self, key, layout_hash, door, engine })
+        let handle = engine.handle.clone();
+        ops.register_engine(move || Some(handle.info()));
+        Ok(PrefillWorker { config: self, key, layout_hash, door, ops, engine })
     }
 }
 
 impl PrefillWorker {
-    /// Where the worker is, `http://host:port`.
+    /// Where others find the worker, `http://host:port`.
     pub fn endpoint(&self) -> String {
-        self.door.endpoint()
+        format!("http://{}", Advertise::authority(self.config.advertise.as_ref(), self.door.addr))
+    }
+
+    /// Where operators ask over HTTP.
+    pub fn http_addr(&self) -> Option<SocketAddr> {
+        self.ops.http_addr()
     }
 
     /// The worker's engine.
@@ -101,26 +137,33 @@ impl PrefillWorker {
         coordinator: Arc<dyn Coordinator>,
         shutdown: CancellationToken,
     ) -> Result<Drained, String> {
-        let Self { config, key, layout_hash, door, engine } = self;
+        let endpoint = self.endpoint();
+        let Self { config, key, layout_hash, door, ops, engine } = self;
         let (tasks, leave, close) = (TaskTracker::new(), CancellationToken::new(), CancellationToken::new());
         let gate = Gate::default();
-        let (id, endpoint) = (WorkerId(config.worker_id.clone()), door.endpoint());
+        let id = WorkerId(config.worker_id.clone());
         let value = move |incarnation| {
             let (id, endpoint, layout_hash) = (id.clone(), endpoint.clone(), layout_hash.clone());
             PrefillRegistration { id, incarnation, endpoint, layout_hash }.encode()
         };
         let handler = Prefill::new(engine.handle.clone(), config.worker_id, gate.clone());
         let routes = Routes::new(prefill_server(Arc::new(handler)));
+        let readiness = ops.readiness.clone();
+        let hold = readiness.hold("registration");
+        let routes = ops.start(routes, &SERVICE_NAMES, &tasks, &close).await;
         let server = tasks.spawn(door.serve(routes, close.clone()));
-        let spec = RegistrationSpec { key, value, ttl: LEASE_TTL, backoff: Backoff::default() };
-        let (state_in, _state) = watch::channel(RegistrationState::default());
+        let spec = RegistrationSpec { key, value, ttl: config.lease_ttl, backoff: Backoff::default() };
+        let (state_in, state) = watch::channel(RegistrationState::default());
         tasks.spawn(register(coordinator, spec, state_in, leave.clone()));
+        tasks.spawn(release_when_registered(hold, state, leave.clone()));
+        readiness.started();
 
         // Both arms only wait. A failed engine can serve nobody.
         tokio::select! {
             () = shutdown.cancelled() => {}
             _failed = engine.handle.wait_for(|info| info.failure.is_some()) => {}
         }
+        readiness.draining();
         leave.cancel();
         gate.close();
         let drained = drain(&engine.handle, config.drain_grace).await;
@@ -134,4 +177,17 @@ impl PrefillWorker {
         served?.map_err(|error| error.to_string())?;
         Ok(drained)
     }
+}
+
+/// Lets the worker be ready once it is registered. It stays so when its store goes away: those who know it still send it
+/// work.
+async fn release_when_registered(
+    hold: Hold,
+    mut state: watch::Receiver<RegistrationState>,
+    leave: CancellationToken,
+) {
+    let is_registered = |state: &RegistrationState| matches!(state, RegistrationState::Registered { .. });
+    // An end of either kind makes readiness void, and drops the hold too.
+    let _ended = leave.run_until_cancelled(state.wait_for(is_registered)).await;
+    drop(hold);
 }

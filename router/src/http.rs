@@ -69,9 +69,7 @@ pub(crate) fn routes(face: HttpFace) -> Router {
         .route("/v1/completions", post(completions))
         .route("/v1/models", get(list_models))
         .route("/v1/models/{*model}", get(get_model))
-        .route("/healthz", get(healthz))
-        .route("/readyz", get(readyz))
-        .route("/metrics", get(metrics))
+        .merge(face.operations.admin().routes())
         .fallback(no_such_endpoint)
         .layer(DefaultBodyLimit::max(max_body_bytes))
         .with_state(face)
@@ -113,23 +111,6 @@ async fn no_such_endpoint(method: Method, uri: Uri) -> Response {
         code: "unknown_url".to_owned(),
     };
     (StatusCode::NOT_FOUND, Json(ErrorBody { error })).into_response()
-}
-
-async fn healthz() -> &'static str {
-    "ok\n"
-}
-
-async fn readyz(State(face): State<HttpFace>) -> Response {
-    let readiness = face.operations.readiness();
-    let status = if readiness.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    (status, format!("{readiness}\n")).into_response()
-}
-
-async fn metrics(State(face): State<HttpFace>) -> Response {
-    match face.operations.metrics_text() {
-        Ok(text) => ([(header::CONTENT_TYPE, longreach_service::CONTENT_TYPE)], text).into_response(),
-        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
-    }
 }
 
 impl HttpFace {

@@ -2,7 +2,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use longreach_service::{Lifecycle, Metrics, Readiness};
+use longreach_service::{Admin, Lifecycle, Metrics};
 
 /// The operators' view of the router.
 pub(crate) struct Operations {
@@ -17,19 +17,14 @@ impl Operations {
         Self { lifecycle, metrics, started_unix: unix_now() }
     }
 
-    /// Whether requests should be sent here.
-    pub(crate) fn readiness(&self) -> Readiness {
-        self.lifecycle.readiness().borrow().clone()
+    /// What is answered to those who ask over HTTP.
+    pub(crate) fn admin(&self) -> Admin {
+        Admin { readiness: self.lifecycle.readiness(), metrics: self.metrics.clone() }
     }
 
     /// When the router started, in seconds since 1970.
     pub(crate) fn started_unix(&self) -> u64 {
         self.started_unix
-    }
-
-    /// All measures, in OpenMetrics text.
-    pub(crate) fn metrics_text(&self) -> Result<String, std::fmt::Error> {
-        self.metrics.expose()
     }
 }
 

@@ -7,7 +7,7 @@ use std::{convert::Infallible, future, io, net::SocketAddr, sync::Arc, time::Dur
 
 use axum::{http::Request, response::IntoResponse, serve::ListenerExt};
 use longreach_proto::DESCRIPTOR_SET;
-use longreach_service::{DrainReport, Hold, Lifecycle, StopReason};
+use longreach_service::{DrainReport, Hold, Lifecycle, StopReason, mirror_health};
 use tokio::{net::TcpListener, sync::oneshot};
 use tokio_util::sync::CancellationToken;
 use tonic::{
@@ -15,7 +15,6 @@ use tonic::{
     server::NamedService,
     transport::{Server, server::TcpIncoming},
 };
-use tonic_health::{ServingStatus, server::HealthReporter};
 use tower::Service;
 
 use crate::{
@@ -129,7 +128,8 @@ impl BoundRouter {
         lifecycle.spawn(discovery::follow(source, Arc::clone(&gateway.dispatcher), lifecycle.token()));
         let hold = lifecycle.hold("a decode group");
         lifecycle.spawn(hold_while_alone(hold, Arc::clone(&gateway), lifecycle.clone()));
-        lifecycle.spawn(tell_health(reporter, told, lifecycle.clone()));
+        let (readiness, end) = (lifecycle.readiness(), lifecycle.token());
+        lifecycle.spawn(mirror_health(reporter, &SERVICE_NAMES, readiness, told, end));
         lifecycle.started();
         tracing::info!(%grpc_addr, %http_addr, model = config.model_name, "router serves");
         Ok(lifecycle)
@@ -224,26 +224,5 @@ async fn hold_while_alone(hold: Hold, gateway: Arc<Gateway>, lifecycle: Lifecycl
             None => Some(lifecycle.hold("a decode group")),
             held => held,
         };
-    }
-}
-
-/// Tells health checks what the process's readiness is, and `told` when they have been told first.
-async fn tell_health(reporter: HealthReporter, told: oneshot::Sender<()>, lifecycle: Lifecycle) {
-    let (token, mut readiness) = (lifecycle.token(), lifecycle.readiness());
-    let mut told = Some(told);
-    loop {
-        let is_ready = readiness.borrow_and_update().is_ready();
-        let status = if is_ready { ServingStatus::Serving } else { ServingStatus::NotServing };
-        for name in SERVICE_NAMES.into_iter().chain([""]) {
-            reporter.set_service_status(name, status).await;
-        }
-        if let Some(told) = told.take() {
-            // A server that has gone already has nobody to wait for.
-            let _server_gone = told.send(());
-        }
-        match token.run_until_cancelled(readiness.changed()).await {
-            Some(Ok(())) => {}
-            Some(Err(_)) | None => return,
-        }
     }
 }

@@ -46,11 +46,14 @@ pub struct AdminBindError {
 }
 
 impl Admin {
-    /// `/health/live`, `/health/ready` and `/metrics`.
-    pub fn routes(self) -> Router {
+    /// `/health/live`, `/health/ready` and `/metrics`; the first two also under the names that Kubernetes made common.
+    /// They know no state of the router that they are merged into.
+    pub fn routes<S: Clone + Send + Sync + 'static>(self) -> Router<S> {
         Router::new()
             .route("/health/live", get(live))
+            .route("/healthz", get(live))
             .route("/health/ready", get(ready))
+            .route("/readyz", get(ready))
             .route("/metrics", get(expose))
             .with_state(self)
     }

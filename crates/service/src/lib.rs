@@ -29,7 +29,7 @@ pub use config::{ConfigError, RoleArgs, Settings};
 pub use exit::{Exit, parse_args};
 pub use health::mirror_health;
 pub use lifecycle::{DrainConfig, DrainEnd, DrainReport, Draining, InFlight, Lifecycle, StopReason};
-pub use metrics::{CONTENT_TYPE, Metrics};
+pub use metrics::Metrics;
 pub use parent::PARENT_VARIABLE;
 pub use readiness::{Hold, Readiness, ReadinessCell};
 pub use role::{RoleError, run_role, sentence};

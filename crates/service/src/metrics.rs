@@ -11,7 +11,7 @@ use std::{
 use prometheus_client::{encoding::text, metrics::info::Info, registry::Registry};
 
 /// The content type of [`Metrics::expose`].
-pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// The metrics of a process. Cheap to clone.
 #[derive(Clone, Debug)]

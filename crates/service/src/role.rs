@@ -68,10 +68,7 @@ where
     }
 }
 
-fn start<S: Settings, F>(
-    args: RoleArgs<S>,
-    serve: impl FnOnce(S, Signals) -> F,
-) -> Result<Exit, RoleError>
+fn start<S: Settings, F>(args: RoleArgs<S>, serve: impl FnOnce(S, Signals) -> F) -> Result<Exit, RoleError>
 where
     F: Future<Output = Result<Exit, RoleError>>,
 {

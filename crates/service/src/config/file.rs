@@ -68,7 +68,7 @@ impl ConfigFile {
     /// Where the value of `key` stands.
     fn find(&self, key: &str) -> Option<usize> {
         let document = DeTable::parse(&self.text).ok()?;
-        let mut parts = key.split('.');
+        let mut parts = key.split(['.', '[']);
         let mut value: Spanned<DeValue<'_>> = document.get_ref().get(parts.next()?)?.clone();
         for part in parts {
             let Some(inner) = value.get_ref().get(part).cloned() else { break };

@@ -1,12 +1,15 @@
 //! Sections that several roles have.
 
-use std::{fmt, net::SocketAddr, str::FromStr, sync::Arc};
+use std::{fmt, net::SocketAddr, str::FromStr, sync::Arc, time::Duration};
 
 use clap::Args;
 use longreach_cluster::{Coordinator, KeySpace, MemoryCoordinator};
 use serde::{Deserialize, Serialize};
 
-use super::{ConfigError, Text};
+use super::{ConfigError, Span};
+
+/// Leases are counted in seconds, and a renewal needs time.
+const MIN_LEASE_TTL: Duration = Duration::from_secs(2);
 
 /// The cluster that a role belongs to.
 #[derive(Args, Clone, Debug, Deserialize, Serialize)]
@@ -19,6 +22,10 @@ pub struct ClusterSection {
     /// a router is given.
     #[arg(long, id = "cluster.etcd", value_delimiter = ',', value_name = "URL")]
     pub etcd: Vec<String>,
+    /// How long a registration outlives a process that has died, or lost etcd. Longer survives longer trouble of etcd
+    /// without a change of membership; shorter removes the dead sooner, whom their peers notice in any case.
+    #[arg(long, id = "cluster.lease_ttl", default_value = "30s")]
+    pub lease_ttl: Span,
 }
 
 impl ClusterSection {
@@ -30,6 +37,13 @@ impl ClusterSection {
     /// Checks name and endpoints.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.keys().map(drop)?;
+        if self.lease_ttl.0 < MIN_LEASE_TTL {
+            return Err(ConfigError::Contradiction {
+                key: "cluster.lease_ttl".to_owned(),
+                value: self.lease_ttl.to_string(),
+                must: format!("at least {}", Span(MIN_LEASE_TTL)),
+            });
+        }
         match self.etcd.iter().find(|url| !url.starts_with("http://") && !url.starts_with("https://")) {
             Some(url) => Err(ConfigError::Contradiction {
                 key: "cluster.etcd".to_owned(),
@@ -71,15 +85,15 @@ pub struct AdvertiseError {
 
 impl Advertise {
     /// The authority, `host:port`, under which others reach what listens on `bound`.
-    pub fn authority(advertise: Option<&Text<Self>>, bound: SocketAddr) -> String {
+    pub fn authority(advertise: Option<&Self>, bound: SocketAddr) -> String {
         match advertise {
-            Some(Text(Self { host, port })) => format!("{host}:{}", port.unwrap_or(bound.port())),
+            Some(Self { host, port }) => format!("{host}:{}", port.unwrap_or(bound.port())),
             None => bound.to_string(),
         }
     }
 
     /// Refuses an address that nobody can dial, unless another is told to others.
-    pub fn check(advertise: Option<&Text<Self>>, addr: SocketAddr) -> Result<(), ConfigError> {
+    pub fn check(advertise: Option<&Self>, addr: SocketAddr) -> Result<(), ConfigError> {
         if advertise.is_none() && addr.ip().is_unspecified() {
             return Err(ConfigError::Contradiction {
                 key: "addr".to_owned(),
