@@ -1,5 +1,7 @@
 //! Whatever happens to a hand-off on its way, the output is right or fails, and both sides are as before.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic, in its helpers too")]
+
 use std::{
     sync::{Arc, Mutex},
     time::Duration,
