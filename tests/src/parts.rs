@@ -92,7 +92,15 @@ impl Parts {
 
     /// A prefill worker.
     pub async fn prefill(&self, name: &str, engine: EngineConfig) -> Result<Part, Error> {
-        let config = PrefillConfig { worker_id: name.to_owned(), addr: LOOPBACK, engine, drain_grace: GRACE };
+        let config = PrefillConfig {
+            worker_id: name.to_owned(),
+            addr: LOOPBACK,
+            advertise: None,
+            http_addr: None,
+            engine,
+            lease_ttl: Duration::from_secs(30),
+            drain_grace: GRACE,
+        };
         let worker = config.build(&self.model.model, &self.cluster.keys, |_, _| {}).await?;
         let shutdown = CancellationToken::new();
         let serving = worker.serve(Arc::clone(&self.cluster.coordinator), shutdown.clone());
