@@ -137,6 +137,7 @@ impl LocalCluster {
             hosting: Hosting::Whole,
             addr: LOOPBACK,
             advertise: None,
+            http_addr: None,
             engine: engine.clone(),
             formation: FormationConfig::default(),
             drain_grace: worker_grace,

@@ -12,7 +12,7 @@ mod view;
 use std::{
     collections::BTreeMap,
     io,
-    net::{IpAddr, SocketAddr, TcpListener},
+    net::{SocketAddr, TcpListener},
     sync::Arc,
     time::Duration,
 };
@@ -26,11 +26,12 @@ use longreach_engine::{
     serve::{BindError, Door, Drained, Gate},
 };
 use longreach_proto::worker::{decode_server, kv_server};
+use longreach_service::{AdminBindError, Hold, ReadinessCell, config::Advertise};
 use longreach_types::{Epoch, WorkerId};
+use longreach_worker::Ops;
 use tokio::sync::watch;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::service::Routes;
-use tonic_health::{ServingStatus, server::HealthReporter};
 
 pub use crate::formation::FormationConfig;
 use crate::{
@@ -40,7 +41,7 @@ use crate::{
 };
 
 /// The services of which health checks ask.
-const SERVICE_NAMES: [&str; 3] = ["", "longreach.worker.v1.DecodeService", "longreach.worker.v1.KvService"];
+const SERVICE_NAMES: [&str; 2] = ["longreach.worker.v1.DecodeService", "longreach.worker.v1.KvService"];
 
 /// Which ranks of the group a process hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,8 +66,11 @@ pub struct DecodeConfig {
     pub hosting: Hosting,
     /// Where its services listen; port 0 takes a free one.
     pub addr: SocketAddr,
-    /// The host by which others reach this one: a name or an address. Unset is the address it listens at.
-    pub advertise: Option<String>,
+    /// What the cluster is told in place of `addr`; a process that listens everywhere needs it. Its host holds for the
+    /// other listeners, too.
+    pub advertise: Option<Advertise>,
+    /// Where health and metrics are served over HTTP; nowhere unless set.
+    pub http_addr: Option<SocketAddr>,
     /// The engine; its shape is the group's.
     pub engine: EngineConfig,
     /// How the group comes together.
@@ -89,14 +93,9 @@ pub enum StartError {
         /// Why.
         source: io::Error,
     },
-    /// Nobody can dial an address that stands for all.
-    #[error(
-        "{addr} stands for every address of this host: set the host by which others reach it (advertise)"
-    )]
-    NoAdvertise {
-        /// The address.
-        addr: SocketAddr,
-    },
+    /// The operators' address is taken.
+    #[error(transparent)]
+    AdminBind(#[from] AdminBindError),
     /// There is no such rank.
     #[error("rank {rank} of a group of {n_ranks}: ranks are 0 to {}", n_ranks - 1)]
     NoSuchRank {
@@ -137,9 +136,24 @@ pub struct DecodeWorker {
     weight_bytes: Vec<usize>,
     life: watch::Sender<Option<EngineHandle>>,
     is_serving: watch::Sender<bool>,
+    ops: Ops,
 }
 
 impl DecodeConfig {
+    /// A group as one process on a free port of loopback, with all defaults.
+    pub fn new(group_id: impl Into<String>, engine: EngineConfig) -> Self {
+        Self {
+            group_id: group_id.into(),
+            hosting: Hosting::Whole,
+            addr: SocketAddr::from(([127, 0, 0, 1], 0)),
+            advertise: None,
+            http_addr: None,
+            engine,
+            formation: FormationConfig::default(),
+            drain_grace: Duration::from_secs(60),
+        }
+    }
+
     /// Binds, and loads every hosted rank. `progress` is called with layers done and in all.
     pub async fn build(
         self,
@@ -157,7 +171,7 @@ impl DecodeConfig {
         let layout_hash = model.layout_hash(&self.engine);
         let listener = self.listen_for_peers()?;
         let peer_addr = match &listener {
-            Some((_, addr)) => self.reachable(*addr)?,
+            Some((_, addr)) => self.beside(*addr),
             // Threads of one process find each other without addresses.
             None => String::new(),
         };
@@ -165,13 +179,17 @@ impl DecodeConfig {
         for rank in ranks {
             let port = if doors.is_empty() { self.addr.port() } else { 0 };
             let door = Door::open(SocketAddr::new(self.addr.ip(), port)).await?;
+            let authority = match doors.is_empty() {
+                true => Advertise::authority(self.advertise.as_ref(), door.addr),
+                false => self.beside(door.addr),
+            };
             members.push(DecodeRegistration {
                 id: WorkerId(format!("{}-{rank}", self.group_id)),
                 incarnation: Default::default(),
                 rank,
                 n_ranks,
                 dcp_size: self.engine.shape.dcp_size(),
-                endpoint: format!("http://{}", self.reachable(door.addr)?),
+                endpoint: format!("http://{authority}"),
                 peer_addr: peer_addr.clone(),
                 layout_hash: layout_hash.clone(),
             });
@@ -192,6 +210,10 @@ impl DecodeConfig {
                 }
             })
         };
+        let ops = Ops::open("decode", self.http_addr).await?;
+        let life = watch::Sender::new(None::<EngineHandle>);
+        let current = life.subscribe();
+        ops.register_engine(move || current.borrow().as_ref().map(EngineHandle::info));
         let (hosted, weight_bytes) = tokio::task::spawn_blocking(load).await??;
         Ok(DecodeWorker {
             fit: Fit { shape: self.engine.shape, layout_hash },
@@ -202,8 +224,9 @@ impl DecodeConfig {
             doors,
             hosted,
             weight_bytes,
-            life: watch::Sender::new(None),
+            life,
             is_serving: watch::Sender::new(false),
+            ops,
         })
     }
 
@@ -216,16 +239,9 @@ impl DecodeConfig {
         bound.map(Some).map_err(|source| StartError::BindPeers { addr, source })
     }
 
-    /// A bound address as others dial it.
-    fn reachable(&self, addr: SocketAddr) -> Result<String, StartError> {
-        match &self.advertise {
-            Some(host) => Ok(match host.parse::<IpAddr>() {
-                Ok(ip) => SocketAddr::new(ip, addr.port()).to_string(),
-                Err(_) => format!("{host}:{}", addr.port()),
-            }),
-            None if addr.ip().is_unspecified() => Err(StartError::NoAdvertise { addr }),
-            None => Ok(addr.to_string()),
-        }
+    /// How others dial a further listener of this process.
+    fn beside(&self, addr: SocketAddr) -> String {
+        Advertise::authority(self.advertise.as_ref().map(Advertise::without_port).as_ref(), addr)
     }
 }
 
@@ -245,6 +261,11 @@ impl DecodeWorker {
         self.is_serving.subscribe()
     }
 
+    /// Where operators ask over HTTP.
+    pub fn http_addr(&self) -> Option<SocketAddr> {
+        self.ops.http_addr()
+    }
+
     /// Bytes of packed weights of each hosted rank.
     pub fn weight_bytes(&self) -> &[usize] {
         &self.weight_bytes
@@ -258,7 +279,7 @@ impl DecodeWorker {
     /// Serves until `shutdown`, then drains: out of the cluster, no new work, what is in flight handed over or finished
     /// within the grace, then the end. Nothing of the process's part is left when it returns.
     pub async fn serve(self, shutdown: CancellationToken) -> Result<Drained, String> {
-        let Self { config, cluster, fit, members, doors, hosted, life, is_serving, .. } = self;
+        let Self { config, cluster, fit, members, doors, hosted, life, is_serving, ops, .. } = self;
         let (tasks, leave, close) = (TaskTracker::new(), CancellationToken::new(), CancellationToken::new());
         let gate = Gate::default();
         // One for each: clones of a door are the same door.
@@ -266,16 +287,23 @@ impl DecodeWorker {
         let leads = members.first().is_some_and(|member| member.rank == 0);
         let leader = leads.then(|| Leader::new(life.subscribe(), config.group_id.clone(), gate.clone()));
         let leader = leader.map(|leader| decode_server(Arc::new(leader)));
+        let readiness = ops.readiness.clone();
+        tasks.spawn(
+            close
+                .clone()
+                .run_until_cancelled_owned(hold_without_group(readiness.clone(), is_serving.subscribe())),
+        );
+        readiness.started();
+        let mut ops = Some(ops);
         let mut servers = Vec::new();
         for (door, kv_door) in doors.into_iter().zip(&kv_doors) {
-            let (reporter, health) = tonic_health::server::health_reporter();
-            report(&reporter, false).await;
-            tasks.spawn(
-                close.clone().run_until_cancelled_owned(tell_health(reporter, is_serving.subscribe())),
-            );
-            let mut routes = Routes::new(kv_server(Arc::new(kv_door.clone()))).add_service(health);
-            if let Some(leader) = leader.clone().filter(|_| servers.is_empty()) {
-                routes = routes.add_service(leader);
+            let mut routes = Routes::new(kv_server(Arc::new(kv_door.clone())));
+            // What is asked of the process, it is asked at its first rank's door.
+            if let Some(ops) = ops.take() {
+                if let Some(leader) = &leader {
+                    routes = routes.add_service(leader.clone());
+                }
+                routes = ops.start(routes, &SERVICE_NAMES, &tasks, &close).await;
             }
             let close = close.clone();
             let serving = async move { door.serve(routes, close).await.map_err(|error| error.to_string()) };
@@ -302,6 +330,7 @@ impl DecodeWorker {
         let closing = shutdown.clone();
         tasks.spawn(async move {
             closing.cancelled().await;
+            readiness.draining();
             gate.close();
         });
         let drained = formation.run(&shutdown, &leave).await;
@@ -354,19 +383,18 @@ fn follow_view(
     view
 }
 
-async fn report(reporter: &HealthReporter, is_serving: bool) {
-    let status = if is_serving { ServingStatus::Serving } else { ServingStatus::NotServing };
-    for name in SERVICE_NAMES {
-        reporter.set_service_status(name, status).await;
-    }
-}
-
-async fn tell_health(reporter: HealthReporter, mut is_serving: watch::Receiver<bool>) {
+/// Keeps the process from being ready while its group does not live.
+async fn hold_without_group(readiness: ReadinessCell, mut is_serving: watch::Receiver<bool>) {
+    let mut hold: Option<Hold> = None;
     loop {
-        let now = *is_serving.borrow_and_update();
-        report(&reporter, now).await;
+        let serves = *is_serving.borrow_and_update();
+        hold = match (serves, hold) {
+            (true, _) => None,
+            (false, None) => Some(readiness.hold("the group's other ranks")),
+            (false, hold) => hold,
+        };
         if is_serving.changed().await.is_err() {
-            return report(&reporter, false).await;
+            return;
         }
     }
 }

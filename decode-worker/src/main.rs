@@ -96,6 +96,7 @@ async fn run(args: Args, shape: GroupShape) -> Result<(), String> {
         hosting: Hosting::Whole,
         addr: args.addr,
         advertise: None,
+        http_addr: None,
         engine,
         formation: FormationConfig::default(),
         drain_grace: args.drain_grace,

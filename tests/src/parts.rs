@@ -79,6 +79,7 @@ impl Parts {
             hosting: Hosting::Rank { rank, peer_addr: LOOPBACK },
             addr: LOOPBACK,
             advertise: None,
+            http_addr: None,
             engine,
             formation: FormationConfig::default(),
             drain_grace: GRACE,

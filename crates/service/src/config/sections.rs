@@ -92,6 +92,11 @@ impl Advertise {
         }
     }
 
+    /// The same host for what listens on other ports of it.
+    pub fn without_port(&self) -> Self {
+        Self { host: self.host.clone(), port: None }
+    }
+
     /// Refuses an address that nobody can dial, unless another is told to others.
     pub fn check(advertise: Option<&Self>, addr: SocketAddr) -> Result<(), ConfigError> {
         if advertise.is_none() && addr.ip().is_unspecified() {
