@@ -35,6 +35,8 @@ impl DecodeHandler for Leader {
     }
 
     async fn group(&self) -> Result<GroupInfo, WorkerError> {
+        // Who asks wants to send work.
+        self.gate.check()?;
         let info = self.engine()?.info();
         let pools = info.pools();
         Ok(GroupInfo {

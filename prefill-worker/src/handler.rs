@@ -30,6 +30,8 @@ impl PrefillHandler for Prefill {
     }
 
     async fn worker(&self) -> Result<PrefillInfo, WorkerError> {
+        // Who asks wants to send work.
+        self.gate.check()?;
         let info = self.engine.info();
         Ok(PrefillInfo {
             worker_id: self.worker_id.clone(),

@@ -95,6 +95,9 @@ pub struct WorkersSection {
     /// How often a worker's load is read.
     #[arg(long, id = "workers.poll_interval", default_value_t = Span(WorkerConfig::default().poll_interval))]
     pub poll_interval: Span,
+    /// How long a worker is kept whose registration is gone although it goes on answering.
+    #[arg(long, id = "workers.unlisted_grace", default_value_t = Span(WorkerConfig::default().unlisted_grace))]
+    pub unlisted_grace: Span,
 }
 
 /// What requests may ask.
@@ -282,6 +285,7 @@ impl RouterSettings {
                 keep_alive_interval: workers.keep_alive_interval.0,
                 keep_alive_timeout: workers.keep_alive_timeout.0,
                 poll_interval: workers.poll_interval.0,
+                unlisted_grace: workers.unlisted_grace.0,
             },
             recovery: RecoveryConfig {
                 max_attempts: recovery.max_attempts,

@@ -50,6 +50,10 @@ pub struct WorkerConfig {
     pub keep_alive_timeout: Duration,
     /// How often a worker's load is read. Shorter routes on fresher figures; longer asks less of the workers.
     pub poll_interval: Duration,
+    /// How long a worker is kept whose registration is gone although it goes on answering. Longer outlasts longer
+    /// trouble of the cluster's store, which may forget everybody; shorter sooner obeys an operator who took a worker
+    /// out by hand. A worker that drains stops answering by itself.
+    pub unlisted_grace: Duration,
 }
 
 impl Default for WorkerConfig {
@@ -59,6 +63,7 @@ impl Default for WorkerConfig {
             keep_alive_interval: Duration::from_secs(5),
             keep_alive_timeout: Duration::from_secs(5),
             poll_interval: Duration::from_millis(500),
+            unlisted_grace: Duration::from_secs(60),
         }
     }
 }
@@ -119,6 +124,8 @@ struct Member<R: Role> {
     /// Tokens of work this router has with it.
     own_tokens: u64,
     reachable: bool,
+    /// Since when it is not registered any more; it is used for want of others while it answers.
+    unlisted_since: Option<Duration>,
     health: Health,
     /// Stops its poller when it leaves.
     cancel: CancellationToken,
@@ -154,21 +161,45 @@ impl<R: Role> Pool<R> {
         })
     }
 
-    /// Makes `wanted` the workers of the pool. One that stays keeps its connection and its record.
+    /// Makes `wanted` the workers of the pool. One that stays keeps its connection and its record. One that is wanted
+    /// no more stays for a while if it answers: a store that lost its leases must not take the cluster with it. For the
+    /// same reason a new life at the same place is the same worker; it may only have registered anew.
     pub(crate) fn set_members(self: &Arc<Self>, wanted: &[Address]) {
-        self.members().retain(|member| {
-            let stays = wanted.contains(&member.address);
-            if !stays {
-                tracing::info!(role = R::NAME, worker = %member.address.name, "worker left");
-                member.cancel.cancel();
+        let now = self.started.elapsed();
+        self.members().retain_mut(|member| {
+            let successor = wanted.iter().find(|address| address.name == member.address.name);
+            if let Some(address) = successor.filter(|address| address.endpoint == member.address.endpoint) {
+                member.renew(address);
+                return true;
             }
-            stays
+            let answers = member.info.is_some() && member.reachable;
+            if successor.is_some() || !answers {
+                member.leave("it is not registered any more");
+                return false;
+            }
+            if member.unlisted_since.is_none() {
+                let worker = &member.address.name;
+                tracing::info!(role = R::NAME, %worker, "worker is not registered any more, and answers");
+                member.unlisted_since = Some(now);
+            }
+            true
         });
         for address in wanted {
             if !self.members().iter().any(|member| member.address == *address) {
                 self.add(address.clone());
             }
         }
+    }
+
+    /// Parts with a worker that is not registered any more, if it is.
+    fn drop_unlisted(&self, key: u64, is_over: impl Fn(Duration) -> bool, why: &str) {
+        self.members().retain(|member| {
+            let is_over = member.key == key && member.unlisted_since.is_some_and(&is_over);
+            if is_over {
+                member.leave(why);
+            }
+            !is_over
+        });
     }
 
     fn add(self: &Arc<Self>, address: Address) {
@@ -192,6 +223,7 @@ impl<R: Role> Pool<R> {
             foreign_tokens: 0,
             own_tokens: 0,
             reachable: true,
+            unlisted_since: None,
             health: Health::default(),
             cancel,
         });
@@ -222,6 +254,12 @@ impl<R: Role> Pool<R> {
     }
 
     fn update(&self, key: u64, info: R::Info) {
+        let (now, grace) = (self.started.elapsed(), self.config.unlisted_grace);
+        self.drop_unlisted(
+            key,
+            |since| now.saturating_sub(since) >= grace,
+            "its registration did not come back",
+        );
         self.with_member(key, |member| {
             if member.info.is_none() || !member.reachable {
                 tracing::info!(role = R::NAME, worker = %member.address.name, "worker answers");
@@ -234,6 +272,7 @@ impl<R: Role> Pool<R> {
     }
 
     fn unreachable(&self, key: u64, problem: &str) {
+        self.drop_unlisted(key, |_| true, problem);
         self.with_member(key, |member| {
             if member.reachable {
                 tracing::info!(role = R::NAME, worker = %member.address.name, problem, "worker does not answer");
@@ -279,7 +318,8 @@ impl<R: Role> Pool<R> {
     }
 
     fn candidate(member: &Member<R>, demand: &Demand<'_>, now: Duration) -> Candidate {
-        let failed = !member.reachable || demand.failed.contains(&member.address.name);
+        let is_listed = member.unlisted_since.is_none();
+        let failed = !is_listed || !member.reachable || demand.failed.contains(&member.address.name);
         let tokens = member.foreign_tokens + member.own_tokens + demand.tokens;
         Candidate {
             cost: tokens / member.load.n_shares.max(1),
@@ -328,6 +368,22 @@ impl<R: Role> Pool<R> {
     /// Figures stay valid if another thread panicked while it held them.
     fn members(&self) -> MutexGuard<'_, Vec<Member<R>>> {
         self.members.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<R: Role> Member<R> {
+    fn renew(&mut self, address: &Address) {
+        self.unlisted_since = None;
+        if self.address != *address {
+            tracing::info!(role = R::NAME, worker = %address.name, life = address.life, "worker has a new life");
+            self.address = address.clone();
+            self.health = Health::default();
+        }
+    }
+
+    fn leave(&self, why: &str) {
+        tracing::info!(role = R::NAME, worker = %self.address.name, why, "worker left");
+        self.cancel.cancel();
     }
 }
 

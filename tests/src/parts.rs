@@ -23,6 +23,9 @@ use crate::{
 /// Parts listen on free ports of this machine only.
 const LOOPBACK: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 0);
 
+/// Leases are renewed at half of this, so their loss is noticed soon.
+const LEASE_TTL: Duration = Duration::from_secs(2);
+
 /// How long a part that drains lets its work finish.
 const GRACE: Duration = Duration::from_secs(30);
 
@@ -30,6 +33,8 @@ const GRACE: Duration = Duration::from_secs(30);
 pub struct Parts {
     model: ServedModel,
     cluster: Cluster,
+    /// The store in which parts find each other.
+    pub store: Arc<MemoryCoordinator>,
     tasks: TaskTracker,
 }
 
@@ -59,9 +64,10 @@ pub struct RouterPart {
 impl Parts {
     /// An empty cluster that will serve `model`.
     pub fn new(model: ServedModel) -> Result<Self, Error> {
-        let coordinator: Arc<dyn Coordinator> = Arc::new(MemoryCoordinator::default());
+        let store = Arc::new(MemoryCoordinator::default());
+        let coordinator: Arc<dyn Coordinator> = Arc::clone(&store) as _;
         let cluster = Cluster { coordinator, keys: KeySpace::new("parts")? };
-        Ok(Self { model, cluster, tasks: TaskTracker::new() })
+        Ok(Self { model, cluster, store, tasks: TaskTracker::new() })
     }
 
     fn part(
@@ -81,7 +87,7 @@ impl Parts {
             advertise: None,
             http_addr: None,
             engine,
-            formation: FormationConfig::default(),
+            formation: FormationConfig { lease_ttl: LEASE_TTL, ..FormationConfig::default() },
             drain_grace: GRACE,
         };
         let worker = config.build(&self.model.model, self.cluster.clone(), |_, _| {}).await?;
@@ -99,7 +105,7 @@ impl Parts {
             advertise: None,
             http_addr: None,
             engine,
-            lease_ttl: Duration::from_secs(30),
+            lease_ttl: LEASE_TTL,
             drain_grace: GRACE,
         };
         let worker = config.build(&self.model.model, &self.cluster.keys, |_, _| {}).await?;

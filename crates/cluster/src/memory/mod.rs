@@ -92,6 +92,11 @@ impl MemoryCoordinator {
         self.change(|store, _| store.end_lease(lease));
     }
 
+    /// Ends all leases at once, as a store does that was away for longer than they live.
+    pub fn expire_leases(&self) {
+        self.change(|store, _| store.end_leases());
+    }
+
     fn change<R>(&self, change: impl FnOnce(&mut Store, Instant) -> R) -> R {
         let result = self.with(change);
         self.shared.bell.send_replace(());

@@ -113,6 +113,11 @@ impl Store {
         self.leases.values().map(|lease| lease.expires).min()
     }
 
+    pub(super) fn end_leases(&mut self) {
+        let all: Vec<LeaseId> = self.leases.keys().copied().collect();
+        all.into_iter().for_each(|id| self.end_lease(id));
+    }
+
     /// Deletes a lease and, in one revision, its keys.
     pub(super) fn end_lease(&mut self, id: LeaseId) {
         let Some(lease) = self.leases.remove(&id) else { return };
