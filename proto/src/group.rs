@@ -48,7 +48,7 @@ pub enum FollowerEvent {
     Refused(String),
 }
 
-/// Which blocks a hand-off may fill.
+/// Which blocks a hand-off may fill, and which may be pulled for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExpectKv {
     /// The hand-off.
@@ -57,8 +57,17 @@ pub struct ExpectKv {
     pub prompt_len: usize,
     /// First half of the SHA-256 of the prompt's token ids.
     pub prompt_hash: [u8; 16],
-    /// By DCP rank: index of the first block in the sequence's table, and the blocks.
-    pub blocks: Vec<(usize, Vec<BlockId>)>,
+    /// By DCP rank.
+    pub blocks: Vec<ExpectedBlocks>,
+}
+
+/// The blocks of a hand-off on one DCP rank, by position.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ExpectedBlocks {
+    /// Blocks of the cached prefix: they hold KV, which may be pulled.
+    pub cached: Vec<BlockId>,
+    /// The blocks after them, to be filled.
+    pub missing: Vec<BlockId>,
 }
 
 /// Bytes on a control link that are no message.
@@ -101,9 +110,9 @@ impl LeaderMessage {
                 blocks: expect
                     .blocks
                     .iter()
-                    .map(|(first, blocks)| pb::ExpectedBlocks {
-                        first: *first as u32,
-                        block_ids: block_ids(blocks),
+                    .map(|part| pb::ExpectedBlocks {
+                        block_ids: block_ids(&part.missing),
+                        cached_block_ids: block_ids(&part.cached),
                     })
                     .collect(),
             }),
@@ -126,7 +135,10 @@ impl LeaderMessage {
                 blocks: expect
                     .blocks
                     .into_iter()
-                    .map(|part| (part.first as usize, part.block_ids.into_iter().map(BlockId).collect()))
+                    .map(|part| ExpectedBlocks {
+                        cached: part.cached_block_ids.into_iter().map(BlockId).collect(),
+                        missing: part.block_ids.into_iter().map(BlockId).collect(),
+                    })
                     .collect(),
             }),
             M::Drop(drop) => Self::Drop(handoff(&drop.handoff_id)?),
@@ -216,7 +228,10 @@ mod tests {
             handoff: HandoffId(u128::MAX - 3),
             prompt_len: 65,
             prompt_hash: [7; 16],
-            blocks: vec![(2, vec![BlockId(8)]), (1, vec![])],
+            blocks: vec![
+                ExpectedBlocks { cached: vec![BlockId(3), BlockId(0)], missing: vec![BlockId(8)] },
+                ExpectedBlocks { cached: vec![BlockId(1)], missing: vec![] },
+            ],
         };
         for message in [
             LeaderMessage::Plan(StepPlan { step: StepId(3), epoch: Epoch(2), seqs: vec![seq] }),

@@ -11,5 +11,6 @@ pub use server::{
 };
 pub use types::{
     DecodeEvent, FirstToken, GenerateRequest, GroupInfo, KvAck, KvChunk, KvCommit, KvLayout, KvMessage,
-    KvOpen, OutputToken, PoolState, PrefillEvent, PrefillInfo, RankTarget, Reservation, RunRequest,
+    KvOpen, OutputToken, PoolState, PrefillEvent, PrefillInfo, PullDone, PullMessage, PullRequest,
+    RankTarget, Reservation, RunRequest,
 };

@@ -3,4 +3,5 @@
 
 pub mod cluster;
 pub mod parts;
+pub mod pulling;
 pub mod tiny;

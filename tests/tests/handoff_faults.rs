@@ -15,7 +15,7 @@ use longreach_engine::{
 use longreach_model::files::ModelFiles;
 use longreach_proto::{
     WorkerError,
-    worker::{KvAck, KvChunk, KvMessage},
+    worker::{EventStream, KvAck, KvChunk, KvMessage, PullMessage, PullRequest},
 };
 use longreach_tests::{
     cluster::{PATIENCE, seed, tiny_engine},
@@ -161,6 +161,10 @@ impl KvTransport for FaultyTransport {
             None => messages,
         };
         self.inner.push(endpoint, messages).boxed()
+    }
+
+    fn pull(&self, endpoint: String, request: PullRequest) -> EventStream<PullMessage> {
+        self.inner.pull(endpoint, request)
     }
 }
 

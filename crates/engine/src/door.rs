@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use futures::Stream;
 use longreach_proto::{
     WorkerError,
-    worker::{KvAck, KvHandler, KvMessage},
+    worker::{EventStream, KvAck, KvHandler, KvMessage, PullMessage, PullRequest},
 };
 use tonic::Status;
 
@@ -42,5 +42,9 @@ impl KvHandler for KvDoor {
         messages: impl Stream<Item = Result<KvMessage, Status>> + Send + Unpin + 'static,
     ) -> Result<KvAck, WorkerError> {
         self.current()?.push(messages).await
+    }
+
+    async fn pull(&self, request: PullRequest) -> Result<EventStream<PullMessage>, WorkerError> {
+        self.current()?.pull(request).await
     }
 }

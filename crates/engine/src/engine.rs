@@ -14,7 +14,7 @@ use longreach_kv::{PrefixSalt, local_share};
 use longreach_model::Backend;
 use longreach_proto::{
     WorkerError,
-    group::{DecodeError, ExpectKv, FollowerEvent, FollowerMessage, LeaderMessage},
+    group::{DecodeError, ExpectKv, ExpectedBlocks, FollowerEvent, FollowerMessage, LeaderMessage},
     worker::{FirstToken, KvLayout, OutputToken, RankTarget, Reservation},
 };
 use longreach_sched::{
@@ -31,13 +31,19 @@ use tracing::{debug, error, info};
 use crate::{
     handle::{Arrival, Command, EngineEvent, EngineInfo, Work},
     inbound::{InboundSet, Progress},
+    inlet::QUEUE_LEN,
     intake::{Input, Intake},
     live::{self, Live, OutputLimits},
     outbound::OutboundSet,
+    pull::{PullAsk, PullSet},
     rank::{HandoffEnd, RankWorker, StepError},
     send::{LaneContext, LaneReport, Outbound},
     transport::KvTransport,
 };
+
+/// Inputs taken in between two steps. KV that comes or is pulled while the engine takes it in would otherwise hold up
+/// the sequences that decode, for as long as its peer is quick enough.
+const MAX_INPUTS: usize = 2 * QUEUE_LEN;
 
 /// Fixed facts of an engine.
 pub(crate) struct EngineSetup {
@@ -62,6 +68,18 @@ pub(crate) struct LaneSetup {
     pub(crate) reports: mpsc::Sender<LaneReport>,
     pub(crate) tasks: TaskTracker,
     pub(crate) runtime: tokio::runtime::Handle,
+}
+
+impl LaneSetup {
+    fn context(&self) -> LaneContext<'_> {
+        LaneContext {
+            transport: &self.transport,
+            wake: &self.wake,
+            reports: &self.reports,
+            tasks: &self.tasks,
+            runtime: &self.runtime,
+        }
+    }
 }
 
 /// Why an engine ended before it was told to. Its epoch is over.
@@ -93,6 +111,7 @@ pub(crate) struct Engine<B: Backend> {
     pub(crate) live: HashMap<SeqId, Sequence>,
     pub(crate) inbound: InboundSet,
     pub(crate) outbound: OutboundSet,
+    pub(crate) pulls: PullSet,
     pub(crate) is_stopping: bool,
 }
 
@@ -125,13 +144,15 @@ impl<B: Backend> Engine<B> {
 
     fn run_steps(&mut self) -> Result<(), EngineFailure> {
         loop {
-            while let Some(input) = self.intake.try_next() {
+            for _ in 0..MAX_INPUTS {
+                let Some(input) = self.intake.try_next() else { break };
                 self.take(input)?;
                 if self.is_stopping {
                     return Ok(());
                 }
             }
             self.reap()?;
+            self.take_pulled();
             self.pump();
             let plan = self.sched.next_plan();
             self.handle_events()?;
@@ -192,9 +213,9 @@ impl<B: Backend> Engine<B> {
         live::check(submission, self.setup.vocab_size, self.setup.max_seq_len)?;
         let prompt = &submission.prompt;
         let max_len = prompt.prompt_len().saturating_add(submission.sampling.max_tokens);
-        let kind = match &submission.work {
-            Work::Decode => SeqKind::Receive,
-            Work::Prefill(_) => SeqKind::Send,
+        let (kind, remote_len) = match &submission.work {
+            Work::Decode => (SeqKind::Receive, 0),
+            Work::Prefill(reservation) => (SeqKind::Send, reservation.cached_len),
         };
         let new = NewSeq {
             seq,
@@ -203,7 +224,7 @@ impl<B: Backend> Engine<B> {
             max_len: max_len.min(self.setup.max_seq_len),
             priority: submission.priority,
             kind,
-            remote_len: 0,
+            remote_len,
         };
         self.sched.submit(new).map_err(refusal)
     }
@@ -307,6 +328,7 @@ impl<B: Backend> Engine<B> {
             sequence.live.fail(error);
         }
         self.outbound.remove(seq);
+        self.pulls.remove(seq);
         if let Some(handoff) = self.inbound.remove(seq) {
             self.rank.forget(handoff);
             self.broadcast(&LeaderMessage::Drop(handoff))?;
@@ -359,7 +381,11 @@ impl<B: Backend> Engine<B> {
         sequence.live.cached_len = cached_len;
         if let Work::Prefill(reservation) = &sequence.work {
             let reservation = reservation.clone();
-            return self.open_lanes(seq, cached_len, &reservation);
+            self.open_lanes(seq, cached_len, &reservation)?;
+            if mode == Mode::Pull {
+                self.start_pull(seq, &reservation);
+            }
+            return Ok(());
         }
         let reservation = Reservation {
             handoff: HandoffId((u128::from(self.setup.nonce) << 64) | u128::from(seq.0)),
@@ -389,13 +415,7 @@ impl<B: Backend> Engine<B> {
         if self.live.get(&seq).is_none_or(|sequence| sequence.live.ends_with_next(&limits)) {
             return Ok(());
         }
-        let context = LaneContext {
-            transport: &self.lanes.transport,
-            wake: &self.lanes.wake,
-            reports: &self.lanes.reports,
-            tasks: &self.lanes.tasks,
-            runtime: &self.lanes.runtime,
-        };
+        let context = self.lanes.context();
         let prompt_len = self.sched.tokens(seq).map_or(0, <[TokenId]>::len);
         let patience = self.setup.handoff_timeout;
         match Outbound::open(reservation, &self.setup.layout, prompt_len, patience, &context) {
@@ -408,12 +428,53 @@ impl<B: Backend> Engine<B> {
         }
     }
 
+    /// Prefill: asks the ranks for the prefix that they hold; the scheduler has found it cheaper than computing.
+    fn start_pull(&mut self, seq: SeqId, reservation: &Reservation) {
+        // It has ended already if its lanes could not be opened.
+        let (Some(sequence), Some(wanted)) = (self.live.get(&seq), self.sched.pull_range(seq)) else {
+            return;
+        };
+        let layout = self.setup.dcp;
+        let ask = PullAsk {
+            seq,
+            reservation,
+            ours: &self.setup.layout,
+            prompt_hash: sequence.live.prompt_hash,
+            wanted: layout.n_blocks(wanted.start)..layout.n_blocks(wanted.end),
+            blocks: self.sched.tables(seq).and_then(|tables| tables.first()).map_or(&[][..], Vec::as_slice),
+            patience: self.sched.config().reuse.pull_patience(wanted.len()),
+        };
+        if let Err(error) = self.pulls.start(&ask, &self.lanes.context()) {
+            self.pulled(seq, Err(error));
+        }
+    }
+
+    /// Prefill: takes in what ranks have sent of prefixes.
+    fn take_pulled(&mut self) {
+        let (shard, kv) = self.rank.shard_and_kv_mut();
+        for (seq, result) in self.pulls.turn(&shard.backend, kv, Instant::now()) {
+            self.pulled(seq, result);
+        }
+    }
+
+    /// Prefill: a pull has ended. If it failed, the prefix is computed; the client learns nothing of it.
+    fn pulled(&mut self, seq: SeqId, result: Result<(), WorkerError>) {
+        let told = match result {
+            Ok(()) => self.sched.pulled(seq),
+            Err(error) => {
+                info!(%seq, %error, "a prefix could not be pulled; it is computed");
+                self.sched.pull_failed(seq)
+            }
+        };
+        debug_assert!(told.is_ok(), "a pull is forgotten when its sequence ends");
+    }
+
     /// Decode: tells every rank which blocks the hand-off may fill.
     fn expect(&mut self, seq: SeqId, reservation: Reservation) -> Result<(), EngineFailure> {
         let tables = self.sched.tables(seq).unwrap_or_default();
         let blocks = tables.iter().enumerate().map(|(dcp_rank, table)| {
             let share = local_share(self.setup.dcp, reservation.blocks.clone(), dcp_rank);
-            (share.start, table[share].to_vec())
+            ExpectedBlocks { cached: table[..share.start].to_vec(), missing: table[share].to_vec() }
         });
         let expect = ExpectKv {
             handoff: reservation.handoff,
@@ -519,10 +580,13 @@ impl<B: Backend> Engine<B> {
 
     fn publish(&self) {
         let stats = self.sched.stats();
-        let n_handoffs = self.inbound.len() + self.outbound.len() + self.rank.n_receiving();
+        let n_sending = self.outbound.len() + self.pulls.len();
+        let n_handoffs = self.inbound.len() + n_sending + self.rank.n_receiving();
+        let pulled_bytes = self.pulls.n_bytes();
         self.info.send_modify(|info| {
             info.stats = stats;
             info.n_handoffs = n_handoffs;
+            info.pulled_bytes = pulled_bytes;
         });
     }
 }

@@ -10,7 +10,7 @@ use tokio::{runtime::Handle, sync::mpsc};
 use tracing::{error, info};
 
 use crate::{
-    inlet::Delivery,
+    inlet::{Delivery, QUEUE_LEN},
     rank::{HandoffEnd, RankWorker, StepError},
 };
 
@@ -66,8 +66,10 @@ impl<B: Backend> Follower<B> {
                 },
                 Input::Delivery(delivery) => self.deliver(delivery)?,
             }
-            // What came during a step is taken in before the next order; the queue's bound bounds this.
-            while let Ok(delivery) = self.deliveries.try_recv() {
+            // What came during a step is taken in before the next order. More may come meanwhile, and waits: the whole
+            // group waits for an order.
+            for _ in 0..QUEUE_LEN {
+                let Ok(delivery) = self.deliveries.try_recv() else { break };
                 self.deliver(delivery)?;
             }
         }

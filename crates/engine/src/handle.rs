@@ -78,10 +78,12 @@ pub struct EngineInfo {
     pub vocab_size: usize,
     /// The scheduler's figures.
     pub stats: SchedStats,
-    /// Hand-offs that are being sent or received.
+    /// Hand-offs and pulls on their way.
     pub n_handoffs: usize,
     /// A rank whose process drains; the group is to end its epoch in good order.
     pub leaving: Option<usize>,
+    /// KV bytes that were pulled from ranks since the start, those of pulls that failed included.
+    pub pulled_bytes: u64,
     /// Why the engine has failed, if it has.
     pub failure: Option<String>,
 }

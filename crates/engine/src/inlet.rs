@@ -1,5 +1,6 @@
 //! A rank's door for KV: runs in the service's tasks, checks what can be checked there, and hands verified chunks to
-//! the rank's own thread, which alone touches the arena.
+//! the rank's own thread, which alone touches the arena. What is pulled goes out by the same door: the thread is asked
+//! for as many chunks as the caller has taken.
 //!
 //! Writing into the arena from here would need shared mutable access to memory that a step is reading. Copying in the
 //! rank's thread between steps costs one bounded queue and makes the order plain: once the thread has processed a
@@ -7,17 +8,22 @@
 
 use std::sync::Arc;
 
-use futures::{Stream, StreamExt};
+use futures::{Stream, StreamExt, stream};
 use longreach_proto::{
     WorkerError,
-    worker::{KvAck, KvChunk, KvCommit, KvHandler, KvLayout, KvMessage, KvOpen},
+    worker::{
+        EventStream, KvAck, KvChunk, KvCommit, KvHandler, KvLayout, KvMessage, KvOpen, PullMessage,
+        PullRequest,
+    },
 };
 use longreach_types::{Epoch, HandoffId};
 use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 
+use crate::offer;
+
 /// Chunks that may wait for the rank's thread, over all hand-offs; with chunks of at most 1 MiB this bounds memory.
-const QUEUE_LEN: usize = 32;
+pub(crate) const QUEUE_LEN: usize = 32;
 
 /// What the rank's thread gets.
 #[derive(Debug)]
@@ -35,6 +41,15 @@ pub enum Delivery {
     Commit(HandoffId, KvCommit),
     /// The stream ended before its commit.
     Broken(HandoffId),
+    /// Someone wants the cached prefix of a hand-off.
+    Pull {
+        /// Which part.
+        request: PullRequest,
+        /// Where it goes. It has room for as many messages as may be made at once.
+        messages: mpsc::Sender<Result<PullMessage, WorkerError>>,
+    },
+    /// The reader of a pull has taken a chunk.
+    PullMore(HandoffId),
 }
 
 impl Delivery {
@@ -42,7 +57,11 @@ impl Delivery {
     pub fn handoff(&self) -> HandoffId {
         match self {
             Self::Open { open, .. } => open.handoff,
-            Self::Chunk(handoff, _) | Self::Commit(handoff, _) | Self::Broken(handoff) => *handoff,
+            Self::Pull { request, .. } => request.handoff,
+            Self::Chunk(handoff, _)
+            | Self::Commit(handoff, _)
+            | Self::Broken(handoff)
+            | Self::PullMore(handoff) => *handoff,
         }
     }
 }
@@ -74,18 +93,17 @@ impl KvInlet {
         (Self { identity: Arc::new(identity), deliveries }, queue)
     }
 
-    /// Refuses a sender that belongs to another rank, another life, or holds KV differently.
-    fn check_open(&self, open: &KvOpen) -> Result<(), WorkerError> {
+    /// Refuses a caller that means another rank or another life, or holds KV differently.
+    fn check_caller(&self, rank: usize, epoch: Epoch, layout: &KvLayout) -> Result<(), WorkerError> {
         let ours = &self.identity;
-        if open.rank != ours.rank {
-            let message = format!("KV for rank {} came to rank {}", open.rank, ours.rank);
-            return Err(WorkerError::Invalid(message));
+        if rank != ours.rank {
+            return Err(WorkerError::Invalid(format!("a call for rank {rank} came to rank {}", ours.rank)));
         }
-        if open.epoch != ours.epoch {
-            let message = format!("epoch {} is stale, the group is at {}", open.epoch, ours.epoch);
+        if epoch != ours.epoch {
+            let message = format!("epoch {epoch} is stale, the group is at {}", ours.epoch);
             return Err(WorkerError::Aborted(message));
         }
-        WorkerError::layout_mismatch(&ours.layout, &open.layout).map_or(Ok(()), Err)
+        WorkerError::layout_mismatch(&ours.layout, layout).map_or(Ok(()), Err)
     }
 
     async fn deliver(&self, delivery: Delivery) -> Result<(), WorkerError> {
@@ -127,7 +145,7 @@ impl KvHandler for KvInlet {
                 return Err(WorkerError::Invalid("the first message must open a hand-off".to_owned()));
             }
         };
-        self.check_open(&open)?;
+        self.check_caller(open.rank, open.epoch, &open.layout)?;
         let handoff = open.handoff;
         let (sender, mut outcome) = oneshot::channel();
         let mut guard = BrokenGuard { inlet: self.clone(), handoff: Some(handoff) };
@@ -144,6 +162,23 @@ impl KvHandler for KvInlet {
         let verdict = outcome.await.unwrap_or(Err(WorkerError::Unavailable("the rank has stopped")));
         guard.handoff = None;
         verdict
+    }
+
+    async fn pull(&self, request: PullRequest) -> Result<EventStream<PullMessage>, WorkerError> {
+        self.check_caller(request.rank, request.epoch, &request.layout)?;
+        let handoff = request.handoff;
+        let (messages, queue) = mpsc::channel(offer::WINDOW);
+        self.deliver(Delivery::Pull { request, messages }).await?;
+        let inlet = self.clone();
+        let taken = stream::unfold((queue, inlet), move |(mut queue, inlet)| async move {
+            let message = queue.recv().await?;
+            if matches!(message, Ok(PullMessage::Chunk(_))) {
+                // A rank that has stopped makes no more chunks, which ends the queue.
+                let _stopped = inlet.deliver(Delivery::PullMore(handoff)).await;
+            }
+            Some((message, (queue, inlet)))
+        });
+        Ok(taken.boxed())
     }
 }
 
@@ -171,16 +206,17 @@ impl Drop for BrokenGuard {
 }
 
 /// Holds a chunk's size and checksums against each other.
-fn verify(chunk: &KvChunk, cell_bytes: usize) -> Result<(), WorkerError> {
-    let n_cells = chunk.layers.len() * chunk.blocks.len();
-    if n_cells == 0 || chunk.crc32c.len() != n_cells || chunk.payload.len() != n_cells * cell_bytes {
+pub(crate) fn verify(chunk: &KvChunk, cell_bytes: usize) -> Result<(), WorkerError> {
+    // What a peer says of its chunk may overflow any product.
+    let n_cells = chunk.layers.len().saturating_mul(chunk.blocks.len());
+    let n_bytes = n_cells.saturating_mul(cell_bytes);
+    if n_cells == 0 || chunk.crc32c.len() != n_cells || chunk.payload.len() != n_bytes {
         return Err(WorkerError::DataLoss(format!(
-            "a chunk of {} layers and {} blocks has {} bytes and {} checksums; it needs {} and {n_cells}",
+            "a chunk of {} layers and {} blocks has {} bytes and {} checksums; it needs {n_bytes} and {n_cells}",
             chunk.layers.len(),
             chunk.blocks.len(),
             chunk.payload.len(),
             chunk.crc32c.len(),
-            n_cells * cell_bytes,
         )));
     }
     if cell_bytes == 0 {
@@ -197,4 +233,34 @@ fn verify(chunk: &KvChunk, cell_bytes: usize) -> Result<(), WorkerError> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+
+    use super::*;
+
+    #[test]
+    fn a_chunk_that_claims_anything_is_only_refused() {
+        let chunk = |layers: usize, blocks: usize, payload: &'static [u8], crc32c: Vec<u32>| KvChunk {
+            layers: 0..layers,
+            blocks: 7..7 + blocks,
+            payload: Bytes::from_static(payload),
+            crc32c,
+        };
+        let right = crc32c::crc32c(b"abcd");
+        assert!(verify(&chunk(1, 1, b"abcd", vec![right]), 4).is_ok());
+        let max = u32::MAX as usize;
+        for bad in [
+            chunk(1, 1, b"abcd", vec![right ^ 1]),
+            chunk(1, 1, b"abc", vec![right]),
+            chunk(1, 2, b"abcd", vec![right]),
+            chunk(0, 0, b"", vec![]),
+            chunk(max, max, b"abcd", vec![right]),
+            chunk(max, 1 << 32, b"", vec![]),
+        ] {
+            assert!(matches!(verify(&bad, 4), Err(WorkerError::DataLoss(_))), "{bad:?}");
+        }
+    }
 }

@@ -43,14 +43,13 @@ impl Intake {
         if let Ok(report) = self.reports.try_recv() {
             return Some(Input::Report(report));
         }
-        if let Ok(delivery) = self.deliveries.try_recv() {
-            return Some(Input::Delivery(delivery));
-        }
+        // Before deliveries: these may keep coming for as long as they are taken.
         match self.commands.try_recv() {
-            Ok(command) => Some(Input::Command(command)),
-            Err(mpsc::error::TryRecvError::Empty) => None,
-            Err(mpsc::error::TryRecvError::Disconnected) => Some(Input::Abandoned),
+            Ok(command) => return Some(Input::Command(command)),
+            Err(mpsc::error::TryRecvError::Disconnected) => return Some(Input::Abandoned),
+            Err(mpsc::error::TryRecvError::Empty) => {}
         }
+        self.deliveries.try_recv().ok().map(Input::Delivery)
     }
 
     /// The next thing, or `None` when the idle tick or a ring of `wake` came first. All arms are cancel-safe.

@@ -8,6 +8,7 @@
 //! services ──submit──► EngineHandle ──► engine thread (rank 0): intake ► plan ► forward ► sample ► events
 //!                                          │ plans, expectations          ▲ arrivals
 //! prefill ──Push──► KvInlet (per rank) ─►  └──► follower threads ─────────┘
+//!         ◄──Pull──
 //! ```
 
 pub mod door;
@@ -20,9 +21,11 @@ pub mod inlet;
 mod intake;
 mod live;
 pub mod member;
+mod offer;
 mod outbound;
 pub mod pair;
 pub mod process;
+mod pull;
 pub mod rank;
 mod send;
 pub mod serve;
@@ -33,6 +36,7 @@ pub use door::KvDoor;
 pub use group::{DecodeGroup, GroupLife, start_prefill};
 pub use handle::{EngineEvent, EngineHandle, EngineInfo, SeqStream, Submission, Work};
 pub use inlet::KvInlet;
+pub use live::prompt_hash;
 pub use member::{Member, Rank, RunningEngine, RunningFollower};
 pub use pair::{EnginePair, Generated};
 pub use setup::{BuildError, EngineConfig, Model};

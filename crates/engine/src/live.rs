@@ -94,7 +94,7 @@ impl Live {
 }
 
 /// First half of the SHA-256 of the token ids as little-endian words: both sides of a hand-off compare it.
-pub(crate) fn prompt_hash(prompt: &Prompt) -> [u8; 16] {
+pub fn prompt_hash(prompt: &Prompt) -> [u8; 16] {
     let mut hash = Sha256::new();
     for token in &prompt.tokens {
         hash.update(token.0.to_le_bytes());

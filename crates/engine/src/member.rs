@@ -36,6 +36,7 @@ use crate::{
     inlet::{Delivery, InletIdentity, KvInlet},
     intake::Intake,
     outbound::OutboundSet,
+    pull::PullSet,
     rank::RankWorker,
     setup::{BuildError, EngineConfig, Model, Plan},
     transport::KvTransport,
@@ -227,6 +228,7 @@ impl Member {
             vocab_size: setup.vocab_size,
             stats: SchedStats::default(),
             n_handoffs: 0,
+            pulled_bytes: 0,
             leaving: None,
             failure: None,
         });
@@ -252,6 +254,7 @@ impl Member {
                 live: Default::default(),
                 inbound: InboundSet::default(),
                 outbound: OutboundSet::default(),
+                pulls: PullSet::default(),
                 is_stopping: false,
             }
             .run();

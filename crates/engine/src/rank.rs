@@ -14,12 +14,15 @@ use longreach_model::{
 use longreach_proto::{
     WorkerError,
     group::ExpectKv,
-    worker::{KvAck, KvChunk, KvCommit, KvOpen, OutputToken},
+    worker::{KvAck, KvChunk, KvCommit, KvOpen, OutputToken, PullRequest},
 };
 use longreach_types::{BlockId, Epoch, HandoffId, StepId, StepPlan};
 use tokio::sync::oneshot;
 
-use crate::inlet::Delivery;
+use crate::{
+    inlet::Delivery,
+    offer::{Offer, PullSender},
+};
 
 /// A rank that can run steps and receive KV.
 pub struct RankWorker<B: Backend> {
@@ -41,6 +44,8 @@ struct Receiving {
     prompt_hash: [u8; 16],
     outcome: Option<oneshot::Sender<Result<KvAck, WorkerError>>>,
     first_token: Option<OutputToken>,
+    /// What may be pulled meanwhile.
+    offer: Offer,
 }
 
 /// The end of a hand-off on this rank.
@@ -98,6 +103,11 @@ impl<B: Backend> RankWorker<B> {
         &mut self.kv
     }
 
+    /// The rank's shard, and its KV to be written.
+    pub(crate) fn shard_and_kv_mut(&mut self) -> (&ModelShard<B>, &mut B::Kv) {
+        (&self.shard, &mut self.kv)
+    }
+
     /// Runs one step; see [`ModelShard::forward`].
     pub fn step(&mut self, plan: &StepPlan, on_layer: &mut LayerHook<'_, B>) -> Result<Vec<f32>, StepError> {
         if plan.epoch != self.epoch {
@@ -116,8 +126,8 @@ impl<B: Backend> RankWorker<B> {
         let dcp_rank = self.shard.kv_shape.dcp_rank;
         // A rank whose head group has no heads stores nothing, whatever positions it owns.
         let stores = self.shard.kv_shape.n_kv_heads > 0;
-        let share = expect.blocks.get(dcp_rank).filter(|_| stores);
-        let blocks = share.map_or_else(Vec::new, |(_, blocks)| blocks.clone());
+        let share = expect.blocks.get(dcp_rank).filter(|_| stores).cloned().unwrap_or_default();
+        let blocks = share.missing;
         let n_layers = self.shard.kv_shape.n_layers;
         let incoming = Incoming::new(expect.handoff, self.epoch, n_layers, blocks.len());
         let receiving = Receiving {
@@ -127,6 +137,7 @@ impl<B: Backend> RankWorker<B> {
             prompt_hash: expect.prompt_hash,
             outcome: None,
             first_token: None,
+            offer: Offer::new(share.cached),
         };
         self.receiving.insert(expect.handoff, receiving);
     }
@@ -151,8 +162,30 @@ impl<B: Backend> RankWorker<B> {
             Delivery::Chunk(handoff, chunk) => (handoff, self.fill(handoff, &chunk)),
             Delivery::Commit(handoff, commit) => (handoff, self.commit(handoff, commit)),
             Delivery::Broken(handoff) => (handoff, self.broken(handoff)),
+            Delivery::Pull { request, messages } => {
+                self.pull(&request, messages);
+                return None;
+            }
+            Delivery::PullMore(handoff) => {
+                if let Some(receiving) = self.receiving.get_mut(&handoff) {
+                    receiving.offer.send_next(&self.shard, &self.kv);
+                }
+                return None;
+            }
         };
         self.settle(handoff, result)
+    }
+
+    /// Starts giving back a part of a hand-off's cached prefix. A refusal is the caller's affair alone.
+    fn pull(&mut self, request: &PullRequest, messages: PullSender) {
+        let refusal = match self.receiving.get_mut(&request.handoff) {
+            Some(receiving) if receiving.prompt_hash == request.prompt_hash => {
+                return receiving.offer.open(request, messages, (&self.shard, &self.kv));
+            }
+            Some(_) => WorkerError::Invalid("another prompt than was reserved".to_owned()),
+            None => WorkerError::Aborted("the hand-off has ended or was never reserved".to_owned()),
+        };
+        let _caller_gone = messages.try_send(Err(refusal));
     }
 
     fn open(
@@ -194,7 +227,8 @@ impl<B: Backend> RankWorker<B> {
         let cell_bytes = self.shard.kv_shape.cell_bytes(self.shard.kv_shape.n_kv_heads);
         let cells = layers.flat_map(|layer| blocks.clone().map(move |block| (layer, block)));
         for ((layer, block), bytes) in cells.zip(chunk.payload.chunks_exact(cell_bytes)) {
-            self.shard.backend.import_kv(&mut self.kv, layer, receiving.blocks[block], bytes);
+            let heads = 0..self.shard.kv_shape.n_kv_heads;
+            self.shard.backend.import_kv(&mut self.kv, layer, receiving.blocks[block], heads, bytes);
         }
         Ok(())
     }

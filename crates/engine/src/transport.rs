@@ -1,4 +1,4 @@
-//! How KV travels from a prefill worker to a rank: one trait, so that shared memory or RDMA can enter without a
+//! How KV travels between a prefill worker and a rank: one trait, so that shared memory or RDMA can enter without a
 //! change to the protocol (descriptors, coverage, commit and epoch stay the same).
 
 use std::{
@@ -7,10 +7,14 @@ use std::{
     time::Duration,
 };
 
-use futures::{StreamExt, future::BoxFuture, stream::BoxStream};
+use futures::{
+    StreamExt, TryStreamExt,
+    future::BoxFuture,
+    stream::{self, BoxStream},
+};
 use longreach_proto::{
     WorkerError,
-    worker::{KvAck, KvClient, KvHandler, KvMessage},
+    worker::{EventStream, KvAck, KvClient, KvHandler, KvMessage, PullMessage, PullRequest},
 };
 use tonic::{
     Code, Status,
@@ -26,7 +30,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const STREAM_WINDOW_BYTES: u32 = 4 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
 
-/// Sends hand-offs to ranks.
+/// Sends hand-offs to ranks, and asks them for what they hold.
 pub trait KvTransport: Send + Sync + 'static {
     /// Sends one hand-off to the rank at `endpoint`; resolves when the rank has verified all of it or refused.
     /// Dropping the future ends the stream, which aborts the hand-off on that rank.
@@ -35,6 +39,10 @@ pub trait KvTransport: Send + Sync + 'static {
         endpoint: String,
         messages: BoxStream<'static, KvMessage>,
     ) -> BoxFuture<'static, Result<KvAck, WorkerError>>;
+
+    /// Asks the rank at `endpoint` for a part of a hand-off's cached prefix. Chunks come as they are read; the last
+    /// message is the pull's totals or an error. Dropping the stream ends the pull.
+    fn pull(&self, endpoint: String, request: PullRequest) -> EventStream<PullMessage>;
 }
 
 /// KV over gRPC; always there.
@@ -74,13 +82,24 @@ impl KvTransport for GrpcTransport {
         // The channel is made inside the task: the caller is an engine thread, which has no runtime of its own.
         Box::pin(async move {
             let channel = transport.channel(&endpoint)?;
-            KvClient::new(channel).push(messages).await.map_err(|status| push_error(&endpoint, &status))
+            KvClient::new(channel).push(messages).await.map_err(|status| rank_error(&endpoint, &status))
         })
+    }
+
+    fn pull(&self, endpoint: String, request: PullRequest) -> EventStream<PullMessage> {
+        let transport = self.clone();
+        let opened = async move {
+            let channel = transport.channel(&endpoint)?;
+            let messages = KvClient::new(channel).pull(request).await;
+            let messages = messages.map_err(|status| rank_error(&endpoint, &status))?;
+            Ok(messages.map_err(move |status| rank_error(&endpoint, &status)))
+        };
+        stream::once(opened).try_flatten().boxed()
     }
 }
 
 /// A rank's refusal, kept in the form that tells the router what to do.
-fn push_error(endpoint: &str, status: &Status) -> WorkerError {
+fn rank_error(endpoint: &str, status: &Status) -> WorkerError {
     let message = format!("rank at {endpoint}: {}", status.message());
     match status.code() {
         Code::DataLoss => WorkerError::DataLoss(message),
@@ -113,5 +132,14 @@ impl KvTransport for LocalTransport {
             let inlet = inlet.ok_or(WorkerError::Unavailable("no rank of that name in this process"))?;
             inlet.push(messages.map(Ok)).await
         })
+    }
+
+    fn pull(&self, endpoint: String, request: PullRequest) -> EventStream<PullMessage> {
+        let inlet = self.inlets.lock().unwrap_or_else(PoisonError::into_inner).get(&endpoint).cloned();
+        let opened = async move {
+            let inlet = inlet.ok_or(WorkerError::Unavailable("no rank of that name in this process"))?;
+            inlet.pull(request).await
+        };
+        stream::once(opened).try_flatten().boxed()
     }
 }

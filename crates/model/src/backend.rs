@@ -199,8 +199,9 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Appends the bytes of one block of one layer, KV heads `heads` of those this rank stores.
     fn export_kv(&self, kv: &Self::Kv, layer: usize, block: BlockId, heads: Range<usize>, out: &mut Vec<u8>);
-    /// Overwrites one block of one layer with bytes that [`Backend::export_kv`] gave for as many heads.
-    fn import_kv(&self, kv: &mut Self::Kv, layer: usize, block: BlockId, bytes: &[u8]);
+    /// Overwrites KV heads `heads`, of those this rank stores, in one block of one layer, with bytes that
+    /// [`Backend::export_kv`] gave for as many heads.
+    fn import_kv(&self, kv: &mut Self::Kv, layer: usize, block: BlockId, heads: Range<usize>, bytes: &[u8]);
 
     /// `out[row] = table[tokens[row]]`, expanded to f32.
     fn embed(&self, table: StoredMatrix<'_>, tokens: &[TokenId], out: &mut Self::Tensor);

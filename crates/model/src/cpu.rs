@@ -134,8 +134,11 @@ impl Backend for CpuBackend {
         out.extend_from_slice(&bytes[heads.start * head_bytes..heads.end * head_bytes]);
     }
 
-    fn import_kv(&self, kv: &mut CpuKv, layer: usize, block: BlockId, bytes: &[u8]) {
-        kv.arena.block_mut(layer, block).copy_from_slice(bytes);
+    fn import_kv(&self, kv: &mut CpuKv, layer: usize, block: BlockId, heads: Range<usize>, bytes: &[u8]) {
+        let n_kv_heads = kv.arena.geometry().n_kv_heads;
+        let cell = kv.arena.block_mut(layer, block);
+        let head_bytes = cell.len() / n_kv_heads.max(1);
+        cell[heads.start * head_bytes..heads.end * head_bytes].copy_from_slice(bytes);
     }
 
     fn embed(&self, table: StoredMatrix<'_>, tokens: &[TokenId], out: &mut CpuTensor) {

@@ -1,6 +1,9 @@
 //! The scheduler's state and the calls that change it; admission and planning are in modules of their own.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+};
 
 use longreach_kv::{KvManager, Reason};
 use longreach_types::{BlockId, Epoch, SeqId, SeqStep, StepId, TokenId};
@@ -219,6 +222,12 @@ impl Scheduler {
     /// once it has ended; 0 while it waits.
     pub fn computed_len(&self, seq: SeqId) -> Option<usize> {
         self.seqs.get(&seq).map(|state| state.computed_len)
+    }
+
+    /// The positions that are to be pulled for a sequence, whole blocks; `None` unless it waits for them.
+    pub fn pull_range(&self, seq: SeqId) -> Option<Range<usize>> {
+        let state = self.seqs.get(&seq).filter(|state| state.phase == Phase::Pulling)?;
+        Some(state.computed_len..state.remote_len)
     }
 
     /// Tokens of a sequence, prompt and output; `None` once it has ended.

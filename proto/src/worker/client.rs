@@ -9,7 +9,8 @@ use futures::{Stream, StreamExt, stream::BoxStream};
 use tonic::{Request, Status, transport::Channel};
 
 use super::types::{
-    DecodeEvent, GenerateRequest, GroupInfo, KvAck, KvMessage, PrefillEvent, PrefillInfo, RunRequest,
+    DecodeEvent, GenerateRequest, GroupInfo, KvAck, KvMessage, PrefillEvent, PrefillInfo, PullMessage,
+    PullRequest, RunRequest,
 };
 use crate::generated::worker as pb;
 
@@ -21,7 +22,7 @@ pub struct DecodeClient(pb::decode_service_client::DecodeServiceClient<Channel>)
 #[derive(Clone, Debug)]
 pub struct PrefillClient(pb::prefill_service_client::PrefillServiceClient<Channel>);
 
-/// Sends KV to a rank. Cheap to clone.
+/// Sends KV to a rank, and asks for it. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct KvClient(pb::kv_service_client::KvServiceClient<Channel>);
 
@@ -77,6 +78,12 @@ impl KvClient {
     pub async fn push(&self, messages: BoxStream<'static, KvMessage>) -> Result<KvAck, Status> {
         let response = self.0.clone().push(Outgoing(messages)).await?;
         Ok(KvAck { n_cells: response.into_inner().cell_count as usize })
+    }
+
+    /// Asks for a part of a hand-off's cached prefix; dropping the stream ends the pull.
+    pub async fn pull(&self, request: PullRequest) -> Result<ClientStream<PullMessage>, Status> {
+        let response = self.0.clone().pull(pb::PullRequest::from(request)).await?;
+        Ok(response.into_inner().map(|message| message.and_then(TryInto::try_into)).boxed())
     }
 }
 

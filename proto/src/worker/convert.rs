@@ -9,7 +9,8 @@ use tonic::Status;
 
 use super::types::{
     DecodeEvent, FirstToken, GenerateRequest, GroupInfo, KvChunk, KvCommit, KvLayout, KvMessage, KvOpen,
-    OutputToken, PoolState, PrefillEvent, PrefillInfo, RankTarget, Reservation, RunRequest,
+    OutputToken, PoolState, PrefillEvent, PrefillInfo, PullDone, PullMessage, PullRequest, RankTarget,
+    Reservation, RunRequest,
 };
 use crate::generated::worker as pb;
 
@@ -454,6 +455,93 @@ impl TryFrom<pb::GetWorkerResponse> for PrefillInfo {
     }
 }
 
+impl From<KvChunk> for pb::KvChunk {
+    fn from(chunk: KvChunk) -> Self {
+        Self {
+            layer_start: count(chunk.layers.start),
+            layer_count: count(chunk.layers.len()),
+            block_start: count(chunk.blocks.start),
+            block_count: count(chunk.blocks.len()),
+            payload: chunk.payload,
+            crc32c: chunk.crc32c,
+        }
+    }
+}
+
+impl From<pb::KvChunk> for KvChunk {
+    /// Ranges and sizes are checked against what is expected by whoever takes the chunk.
+    fn from(chunk: pb::KvChunk) -> Self {
+        Self {
+            layers: range(chunk.layer_start, chunk.layer_count),
+            blocks: range(chunk.block_start, chunk.block_count),
+            payload: chunk.payload,
+            crc32c: chunk.crc32c,
+        }
+    }
+}
+
+impl From<PullRequest> for pb::PullRequest {
+    fn from(request: PullRequest) -> Self {
+        Self {
+            handoff_id: request.handoff.0.to_be_bytes().to_vec().into(),
+            epoch: request.epoch.0,
+            rank: count(request.rank),
+            layout: Some(request.layout.into()),
+            prompt_hash: request.prompt_hash.to_vec().into(),
+            blocks: Some(pb::BlockRange {
+                start: count(request.blocks.start),
+                count: count(request.blocks.len()),
+            }),
+            head_start: count(request.heads.start),
+            head_count: count(request.heads.len()),
+        }
+    }
+}
+
+impl TryFrom<pb::PullRequest> for PullRequest {
+    type Error = Status;
+
+    fn try_from(request: pb::PullRequest) -> Result<Self, Status> {
+        let blocks = required(request.blocks, "blocks")?;
+        Ok(Self {
+            handoff: HandoffId(u128::from_be_bytes(fixed(&request.handoff_id, "handoff_id")?)),
+            epoch: Epoch(request.epoch),
+            rank: request.rank as usize,
+            layout: required(request.layout, "layout")?.try_into()?,
+            prompt_hash: fixed(&request.prompt_hash, "prompt_hash")?,
+            blocks: range(blocks.start, blocks.count),
+            heads: range(request.head_start, request.head_count),
+        })
+    }
+}
+
+impl From<PullMessage> for pb::PullResponse {
+    fn from(message: PullMessage) -> Self {
+        use pb::pull_response::Message;
+        let message = match message {
+            PullMessage::Chunk(chunk) => Message::Chunk(chunk.into()),
+            PullMessage::Done(done) => {
+                Message::Done(pb::PullDone { cell_count: count(done.n_cells), digest: done.digest })
+            }
+        };
+        Self { message: Some(message) }
+    }
+}
+
+impl TryFrom<pb::PullResponse> for PullMessage {
+    type Error = Status;
+
+    fn try_from(response: pb::PullResponse) -> Result<Self, Status> {
+        use pb::pull_response::Message;
+        Ok(match required(response.message, "message")? {
+            Message::Chunk(chunk) => Self::Chunk(chunk.into()),
+            Message::Done(done) => {
+                Self::Done(PullDone { n_cells: done.cell_count as usize, digest: done.digest })
+            }
+        })
+    }
+}
+
 impl From<KvMessage> for pb::PushRequest {
     fn from(message: KvMessage) -> Self {
         use pb::push_request::Message;
@@ -465,14 +553,7 @@ impl From<KvMessage> for pb::PushRequest {
                 layout: Some(open.layout.into()),
                 prompt_len: count(open.prompt_len),
             }),
-            KvMessage::Chunk(chunk) => Message::Chunk(pb::KvChunk {
-                layer_start: count(chunk.layers.start),
-                layer_count: count(chunk.layers.len()),
-                block_start: count(chunk.blocks.start),
-                block_count: count(chunk.blocks.len()),
-                payload: chunk.payload,
-                crc32c: chunk.crc32c,
-            }),
+            KvMessage::Chunk(chunk) => Message::Chunk(chunk.into()),
             KvMessage::Commit(commit) => Message::Commit(pb::KvCommit {
                 cell_count: count(commit.n_cells),
                 digest: commit.digest,
@@ -497,12 +578,7 @@ impl TryFrom<pb::PushRequest> for KvMessage {
                 layout: required(open.layout, "open.layout")?.try_into()?,
                 prompt_len: open.prompt_len as usize,
             }),
-            Message::Chunk(chunk) => Self::Chunk(KvChunk {
-                layers: range(chunk.layer_start, chunk.layer_count),
-                blocks: range(chunk.block_start, chunk.block_count),
-                payload: chunk.payload,
-                crc32c: chunk.crc32c,
-            }),
+            Message::Chunk(chunk) => Self::Chunk(chunk.into()),
             Message::Commit(commit) => Self::Commit(KvCommit {
                 n_cells: commit.cell_count as usize,
                 digest: commit.digest,

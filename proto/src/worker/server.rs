@@ -6,7 +6,8 @@ use futures::{Stream, StreamExt, stream::BoxStream};
 use tonic::{Request, Response, Status, Streaming};
 
 use super::types::{
-    DecodeEvent, GenerateRequest, GroupInfo, KvAck, KvMessage, PrefillEvent, PrefillInfo, RunRequest,
+    DecodeEvent, GenerateRequest, GroupInfo, KvAck, KvMessage, PrefillEvent, PrefillInfo, PullMessage,
+    PullRequest, RunRequest,
 };
 use crate::{WorkerError, generated::worker as pb};
 
@@ -48,6 +49,11 @@ pub trait KvHandler: Send + Sync + 'static {
         &self,
         messages: impl Stream<Item = Result<KvMessage, Status>> + Send + Unpin + 'static,
     ) -> impl Future<Output = Result<KvAck, WorkerError>> + Send;
+    /// Gives a part of a hand-off's cached prefix; see `KvService.Pull`.
+    fn pull(
+        &self,
+        request: PullRequest,
+    ) -> impl Future<Output = Result<EventStream<PullMessage>, WorkerError>> + Send;
 }
 
 /// The tonic service of a decode leader.
@@ -66,7 +72,7 @@ pub fn prefill_server<H: PrefillHandler>(
         .max_decoding_message_size(MAX_PROMPT_MESSAGE_BYTES)
 }
 
-/// The tonic service of a rank that receives KV.
+/// The tonic service of a rank, for KV in both directions.
 pub fn kv_server<H: KvHandler>(handler: Arc<H>) -> pb::kv_service_server::KvServiceServer<Adapter<H>> {
     pb::kv_service_server::KvServiceServer::new(Adapter(handler)).max_decoding_message_size(MAX_MESSAGE_BYTES)
 }
@@ -120,6 +126,8 @@ impl<H: PrefillHandler> pb::prefill_service_server::PrefillService for Adapter<H
 
 #[tonic::async_trait]
 impl<H: KvHandler> pb::kv_service_server::KvService for Adapter<H> {
+    type PullStream = ResponseStream<pb::PullResponse>;
+
     async fn push(
         &self,
         request: Request<Streaming<pb::PushRequest>>,
@@ -127,5 +135,10 @@ impl<H: KvHandler> pb::kv_service_server::KvService for Adapter<H> {
         let messages = request.into_inner().map(|message| message.and_then(KvMessage::try_from));
         let ack = self.0.push(messages).await?;
         Ok(Response::new(pb::PushResponse { cell_count: ack.n_cells as u32 }))
+    }
+
+    async fn pull(&self, request: Request<pb::PullRequest>) -> Result<Response<Self::PullStream>, Status> {
+        let messages = self.0.pull(request.into_inner().try_into()?).await?;
+        Ok(Response::new(to_wire(messages)))
     }
 }

@@ -238,12 +238,49 @@ pub struct KvOpen {
     pub prompt_len: usize,
 }
 
+/// Asks a rank for its part of the cached prefix of a hand-off.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PullRequest {
+    /// As in the reservation.
+    pub handoff: HandoffId,
+    /// As in the reservation.
+    pub epoch: Epoch,
+    /// The rank that is asked.
+    pub rank: usize,
+    /// The caller's layout.
+    pub layout: KvLayout,
+    /// First half of the SHA-256 of the prompt's token ids.
+    pub prompt_hash: [u8; 16],
+    /// Logical blocks; the rank gives those that it owns.
+    pub blocks: Range<usize>,
+    /// KV heads of the model, among those that the rank stores.
+    pub heads: Range<usize>,
+}
+
+/// One message of a pull from one rank.
+#[derive(Clone, Debug)]
+pub enum PullMessage {
+    /// KV of a run of blocks; they count from the start of the rank's share of the request.
+    Chunk(KvChunk),
+    /// Last.
+    Done(PullDone),
+}
+
+/// Ends a pull from one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PullDone {
+    /// Cells (layer × block) that were sent.
+    pub n_cells: usize,
+    /// Order-independent digest over all cells.
+    pub digest: u64,
+}
+
 /// One contiguous run of a rank's blocks, of one run of layers.
 #[derive(Clone, Debug)]
 pub struct KvChunk {
     /// Layers.
     pub layers: Range<usize>,
-    /// Blocks, counted from the start of the rank's share of the hand-off.
+    /// Blocks, counted from the start of the rank's share of the hand-off or pull.
     pub blocks: Range<usize>,
     /// Layers outermost, then blocks.
     pub payload: Bytes,
