@@ -8,7 +8,7 @@ use std::{net::SocketAddr, process::Stdio, time::Duration};
 
 use longreach_engine::{
     EngineConfig, Member, Model, Rank, RunningEngine,
-    process::{Peers, random_secret},
+    process::{ConnectCancel, Peers, random_secret},
     serve::Door,
 };
 use longreach_proto::worker::kv_server;
@@ -164,6 +164,7 @@ fn peers(group: &GroupAddrs) -> Result<Peers, CliError> {
         addrs: group.peers.clone(),
         secret: group.secret.parse().map_err(|error| CliError::start(&error))?,
         connect_timeout: CONNECT_TIMEOUT,
+        cancel: ConnectCancel::default(),
     })
 }
 

@@ -29,13 +29,14 @@ use longreach_cluster::{
 };
 use longreach_engine::{
     BuildError, DecodeGroup, EngineHandle, KvDoor, Rank, RunningEngine, RunningFollower,
-    process::{Peers, random_secret},
+    process::{ConnectCancel, Peers, random_secret},
     serve::{Drained, drain},
 };
 use longreach_types::{Epoch, Incarnation};
 use tokio::{
     runtime::Handle,
     sync::watch,
+    task::{JoinHandle, spawn_blocking},
     time::{Instant, timeout},
 };
 use tokio_util::sync::CancellationToken;
@@ -150,7 +151,7 @@ impl Formation {
             let begun = match shutdown.run_until_cancelled(self.raise(members)).await {
                 None => break,
                 Some(Err(error)) => Err(error),
-                Some(Ok(record)) => self.begin(&record).await.map(|engine| (record, engine)),
+                Some(Ok(record)) => self.begin(&record, shutdown).await.map(|engine| (record, engine)),
             };
             let (record, engine) = match begun {
                 Ok(begun) => begun,
@@ -221,23 +222,47 @@ impl Formation {
     }
 
     /// Starts the engine of a life: every rank has joined and the self-check has passed when it returns.
-    async fn begin(&self, record: &EpochRecord) -> Result<RunningEngine, FormError> {
+    async fn begin(
+        &self,
+        record: &EpochRecord,
+        shutdown: &CancellationToken,
+    ) -> Result<RunningEngine, FormError> {
         let endpoints: Vec<_> = record.members.iter().map(|member| member.endpoint.clone()).collect();
         let runtime = Handle::current();
-        let started = match &self.hosted {
+        match &self.hosted {
             Hosted::Whole(group) => {
                 let life = group.enlist(record.epoch);
                 self.doors.iter().zip(life.inlets()).for_each(|(door, inlet)| door.open(inlet));
-                tokio::task::spawn_blocking(move || life.start(endpoints, &runtime)).await
+                Ok(spawn_blocking(move || life.start(endpoints, &runtime)).await??)
             }
             Hosted::One { rank, listener, .. } => {
                 let peers = self.peers(record).await?;
                 let (member, listener) = (rank.enlist(record.epoch), Arc::clone(listener));
                 self.doors.iter().for_each(|door| door.open(member.inlet()));
-                tokio::task::spawn_blocking(move || member.lead(&listener, &peers, endpoints, &runtime)).await
+                let cancel = peers.cancel.clone();
+                let joining = spawn_blocking(move || member.lead(&listener, &peers, endpoints, &runtime));
+                self.joined(joining, &cancel, (record, shutdown)).await
             }
-        };
-        Ok(started??)
+        }
+    }
+
+    /// Waits for a rank that joins its peers, for as long as all of them may still come.
+    async fn joined<T>(
+        &self,
+        mut joining: JoinHandle<Result<T, BuildError>>,
+        cancel: &ConnectCancel,
+        (record, shutdown): (&EpochRecord, &CancellationToken),
+    ) -> Result<T, FormError> {
+        let mut view = self.view.clone();
+        // Biased: what has been reached counts. The other arms only wait.
+        tokio::select! {
+            biased;
+            joined = &mut joining => return Ok(joined??),
+            () = shutdown.cancelled() => {}
+            _moot = view.wait_for(|view| view.is_moot(record)) => {}
+        }
+        cancel.cancel();
+        Ok(joining.await??)
     }
 
     async fn peers(&self, record: &EpochRecord) -> Result<Peers, FormError> {
@@ -246,7 +271,7 @@ impl Formation {
             addrs.push(resolve(member).await?);
         }
         let (secret, connect_timeout) = (record.secret.clone(), self.config.connect_timeout);
-        Ok(Peers { addrs, secret, connect_timeout })
+        Ok(Peers { addrs, secret, connect_timeout, cancel: ConnectCancel::default() })
     }
 
     /// Serves one life until something ends it.
@@ -347,7 +372,7 @@ impl Formation {
                 record = self.called() => record,
             };
             self.seen = record.epoch;
-            let follower = match self.join(&record).await {
+            let follower = match self.join(&record, shutdown).await {
                 Ok(follower) => follower,
                 Err(error) => {
                     // The leader has given the epoch up too; its next one is worth the next attempt.
@@ -386,7 +411,11 @@ impl Formation {
         }
     }
 
-    async fn join(&self, record: &EpochRecord) -> Result<RunningFollower, FormError> {
+    async fn join(
+        &self,
+        record: &EpochRecord,
+        shutdown: &CancellationToken,
+    ) -> Result<RunningFollower, FormError> {
         let peers = self.peers(record).await?;
         let Hosted::One { rank, listener, .. } = &self.hosted else {
             return Err(BuildError::WrongEnd { rank: 0 }.into());
@@ -394,7 +423,9 @@ impl Formation {
         let (member, listener, runtime) =
             (rank.enlist(record.epoch), Arc::clone(listener), Handle::current());
         self.doors.iter().for_each(|door| door.open(member.inlet()));
-        Ok(tokio::task::spawn_blocking(move || member.follow(&listener, &peers, &runtime)).await??)
+        let cancel = peers.cancel.clone();
+        let joining = spawn_blocking(move || member.follow(&listener, &peers, &runtime));
+        self.joined(joining, &cancel, (record, shutdown)).await
     }
 
     /// Follows until the leader ends the epoch or is gone. A process that drains asks it to.

@@ -55,6 +55,15 @@ impl GroupView {
         (0..fit.shape.n_ranks()).map(|rank| is_there(&rank)).collect()
     }
 
+    /// Whether the life of `record` cannot come about any more: there is a newer one, or one of its members has left or
+    /// begun a new life.
+    pub(crate) fn is_moot(&self, record: &EpochRecord) -> bool {
+        let is_there = |member: &DecodeRegistration| {
+            self.ranks.get(&member.rank).is_some_and(|known| known.incarnation == member.incarnation)
+        };
+        self.last_epoch() > record.epoch || self.is_current && !record.members.iter().all(is_there)
+    }
+
     /// Whether another group could go on with this group's sequences.
     pub(crate) fn has_heir(&self, group: &GroupId, fit: &Fit) -> bool {
         self.ready.iter().any(|(name, ready)| name != group && ready.layout_hash == fit.layout_hash)

@@ -10,8 +10,8 @@ use std::{
 };
 
 use longreach_collective::{
-    CommConfig, CommError, Communicator, TcpConfig, TcpGroup, control::ControlConfig, local_group,
-    random_secret,
+    CommConfig, CommError, Communicator, ConnectCancel, TcpConfig, TcpGroup, control::ControlConfig,
+    local_group, random_secret,
 };
 
 const LEN: usize = 576;
@@ -72,6 +72,7 @@ fn tcp_group(n_ranks: usize) -> Result<Vec<Comm>, Box<dyn Error>> {
         addrs: addrs.clone(),
         secret: secret.clone(),
         epoch: 0,
+        cancel: ConnectCancel::default(),
         connect_timeout: Duration::from_secs(10),
         comm: CommConfig::default(),
         control: ControlConfig::default(),

@@ -22,7 +22,7 @@ mod transport;
 pub use comm::{AbortHandle, CommConfig, Communicator, WaitPolicy};
 pub use error::{Call, CommError, Op};
 pub use local::{LocalCommunicator, local_group};
-pub use tcp::{ConnectError, ControlEnd, TcpCommunicator, TcpConfig, TcpGroup, random_secret};
+pub use tcp::{ConnectCancel, ConnectError, ControlEnd, TcpCommunicator, TcpConfig, TcpGroup, random_secret};
 
 #[cfg(test)]
 mod tests;

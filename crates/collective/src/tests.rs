@@ -14,8 +14,8 @@ use longreach_types::GroupSecret;
 use proptest::prelude::*;
 
 use crate::{
-    AbortHandle, Call, CommConfig, CommError, Communicator, Op, TcpConfig, TcpGroup, WaitPolicy,
-    control::ControlConfig, local_group,
+    AbortHandle, Call, CommConfig, CommError, Communicator, ConnectCancel, Op, TcpConfig, TcpGroup,
+    WaitPolicy, control::ControlConfig, local_group,
 };
 use script::{Step, steps};
 
@@ -57,6 +57,7 @@ pub(crate) fn tcp_config(rank: usize, addrs: Vec<SocketAddr>, comm: CommConfig) 
         addrs,
         secret: GroupSecret::new([7; 32]),
         epoch: 3,
+        cancel: ConnectCancel::default(),
         connect_timeout,
         comm,
         control: ControlConfig::default(),

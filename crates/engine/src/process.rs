@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-pub use longreach_collective::random_secret;
+pub use longreach_collective::{ConnectCancel, random_secret};
 use longreach_collective::{ConnectError, ControlEnd, TcpConfig, TcpGroup, control::ControlConfig};
 use longreach_types::GroupSecret;
 use tokio::runtime::Handle;
@@ -27,6 +27,8 @@ pub struct Peers {
     pub secret: GroupSecret,
     /// How long ranks may take to find each other.
     pub connect_timeout: Duration,
+    /// Ends the attempt sooner.
+    pub cancel: ConnectCancel,
 }
 
 impl Member {
@@ -74,6 +76,7 @@ impl Member {
                 addrs: peers.addrs.clone(),
                 secret: peers.secret.clone(),
                 epoch: self.epoch.0,
+                cancel: peers.cancel.clone(),
                 connect_timeout: peers.connect_timeout,
                 comm: config.comm,
                 control: ControlConfig { heartbeat: config.heartbeat, ..ControlConfig::default() },

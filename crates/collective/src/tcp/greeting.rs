@@ -27,7 +27,7 @@ use sha2::Sha256;
 
 use super::{
     TcpConfig,
-    handshake::{ConnectError, Lane},
+    handshake::{CANCEL_PERIOD, ConnectCancel, ConnectError, Lane},
 };
 
 /// Version of the greeting and of all frames after it.
@@ -186,24 +186,28 @@ impl Greeting {
     }
 
     /// Reads a greeting that must be complete by `until`, however slowly its bytes come.
-    pub(super) fn read(stream: &mut TcpStream, until: Instant) -> io::Result<Self> {
+    pub(super) fn read(stream: &mut TcpStream, until: Instant, cancel: &ConnectCancel) -> io::Result<Self> {
         let mut bytes = [0; GREETING_BYTES];
         let mut n_read = 0;
         while n_read < GREETING_BYTES {
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if left.is_zero() || cancel.is_cancelled() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            stream.set_read_timeout(Some(left))?;
+            stream.set_read_timeout(Some(left.min(CANCEL_PERIOD)))?;
             match stream.read(&mut bytes[n_read..]) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(n) => n_read += n,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if is_transient(error.kind()) => {}
                 Err(error) => return Err(error),
             }
         }
         Ok(Self::decode(&bytes))
     }
+}
+
+fn is_transient(kind: io::ErrorKind) -> bool {
+    matches!(kind, io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
 }
 
 /// The first two greetings of a connection, over which both proofs are made.

@@ -10,6 +10,10 @@
 use std::{
     io::{self, Write},
     net::{SocketAddr, TcpListener, TcpStream},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -25,6 +29,8 @@ use crate::{error::CommError, transport::MAX_RANKS};
 
 /// How long an accepted connection may keep others waiting with its greeting; a peer sends it at once.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(1);
+/// How soon a [`ConnectCancel`] is noticed.
+pub(super) const CANCEL_PERIOD: Duration = Duration::from_millis(100);
 const FIRST_BACKOFF: Duration = Duration::from_millis(5);
 const MAX_BACKOFF: Duration = Duration::from_millis(500);
 
@@ -62,6 +68,9 @@ pub enum ConnectError {
         /// Its address.
         addr: SocketAddr,
     },
+    /// A [`ConnectCancel`] was used.
+    #[error("the group is not to form any more")]
+    Cancelled,
     /// The configuration describes no group.
     #[error("rank {rank} of {n_ranks} ranks: a group has 1 to 64 ranks, and a rank is one of them")]
     Config {
@@ -76,6 +85,22 @@ pub enum ConnectError {
     /// The operating system refused something that repeating does not help.
     #[error("cannot use a socket")]
     Io(#[from] io::Error),
+}
+
+/// Ends a [`TcpGroup::connect`](super::TcpGroup::connect) from another thread: the group is known not to form, long
+/// before its time is over. Clones end the same attempt.
+#[derive(Clone, Debug, Default)]
+pub struct ConnectCancel(Arc<AtomicBool>);
+
+impl ConnectCancel {
+    /// Ends the attempt.
+    pub fn cancel(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
 }
 
 /// What a connection is for.
@@ -167,7 +192,7 @@ impl Meeting<'_> {
         stream.set_write_timeout(Some(left))?;
         let hello = Greeting::new(self.config, lane.kind())?;
         stream.write_all(&hello.encode())?;
-        let answer = Greeting::read(&mut stream, until)?;
+        let answer = Greeting::read(&mut stream, until, &self.config.cancel)?;
         if let Some(unfit) = Greeting::expected(self.config, peer, Kind::Welcome).difference(&answer) {
             return Ok(Err(unfit));
         }
@@ -198,7 +223,7 @@ impl Meeting<'_> {
                 }
                 Err(err) if err.kind() == io::ErrorKind::WouldBlock => {
                     let left = self.left(missing)?;
-                    match poll.poll(&mut events, Some(left)) {
+                    match poll.poll(&mut events, Some(left.min(CANCEL_PERIOD))) {
                         Err(err) if err.kind() != io::ErrorKind::Interrupted => return Err(err.into()),
                         _ => {}
                     }
@@ -218,7 +243,7 @@ impl Meeting<'_> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(GREETING_TIMEOUT))?;
-        let hello = Greeting::read(&mut stream, Instant::now() + GREETING_TIMEOUT)?;
+        let hello = Greeting::read(&mut stream, Instant::now() + GREETING_TIMEOUT, &self.config.cancel)?;
         let Some((peer, lane)) = self.expected(&hello) else {
             debug!(?hello, "a stranger was refused");
             return stream.write_all(&Greeting::new(self.config, Kind::Refusal)?.encode());
@@ -227,7 +252,7 @@ impl Meeting<'_> {
         let secret = &self.config.secret;
         answer.proof = Said { hello: &hello, answer: &answer }.prove(secret, Side::Listener);
         stream.write_all(&answer.encode())?;
-        let confirm = Greeting::read(&mut stream, Instant::now() + GREETING_TIMEOUT)?;
+        let confirm = Greeting::read(&mut stream, Instant::now() + GREETING_TIMEOUT, &self.config.cancel)?;
         if hello.confirm(confirm.proof).difference(&confirm).is_some() {
             return Ok(());
         }
@@ -263,6 +288,9 @@ impl Meeting<'_> {
     }
 
     fn left(&self, missing: usize) -> Result<Duration, ConnectError> {
+        if self.config.cancel.is_cancelled() {
+            return Err(ConnectError::Cancelled);
+        }
         let waited = self.config.connect_timeout;
         let left = waited.saturating_sub(self.start.elapsed());
         if left.is_zero() { Err(ConnectError::Timeout { waited, missing }) } else { Ok(left) }

@@ -24,7 +24,7 @@ use std::{
 };
 
 pub use greeting::random_secret;
-pub use handshake::ConnectError;
+pub use handshake::{ConnectCancel, ConnectError};
 use longreach_types::GroupSecret;
 use mesh::{Fate, Mesh};
 
@@ -36,7 +36,7 @@ use crate::{
 };
 
 /// How a rank finds its group. `secret`, `epoch` and the number of addresses are the same on all ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct TcpConfig {
     /// This rank.
     pub rank: usize,
@@ -49,6 +49,8 @@ pub struct TcpConfig {
     /// How long ranks may take to find each other. Longer is patient with peers that start late; it delays the
     /// report that one does not start at all.
     pub connect_timeout: Duration,
+    /// Ends the attempt sooner.
+    pub cancel: ConnectCancel,
     /// Bounds of the collectives.
     pub comm: CommConfig,
     /// Bounds of the control links.
