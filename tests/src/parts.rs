@@ -14,9 +14,12 @@ use longreach_router::{RouterConfig, WorkerSource};
 use tokio::{sync::watch, task::JoinHandle};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::{Channel, Endpoint};
+use tonic_health::pb::{
+    HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+};
 
 use crate::{
-    cluster::{PATIENCE, model::ServedModel},
+    cluster::{PATIENCE, http::HttpClient, model::ServedModel},
     tiny::Error,
 };
 
@@ -52,12 +55,16 @@ pub struct RankPart {
     pub life: watch::Receiver<Option<EngineHandle>>,
     /// Whether the part has its place in a living group.
     pub is_serving: watch::Receiver<bool>,
+    /// Its services.
+    pub endpoint: String,
 }
 
 /// A router.
 pub struct RouterPart {
     /// The part.
     pub part: Part,
+    /// For HTTP requests.
+    pub http: HttpClient,
     channel: Channel,
 }
 
@@ -92,9 +99,10 @@ impl Parts {
         };
         let worker = config.build(&self.model.model, self.cluster.clone(), |_, _| {}).await?;
         let (life, is_serving, shutdown) = (worker.life(), worker.is_serving(), CancellationToken::new());
+        let endpoint = worker.endpoint().to_owned();
         let serving = worker.serve(shutdown.clone());
         let part = self.part(shutdown, async { serving.await.map(drop) });
-        Ok(RankPart { part, life, is_serving })
+        Ok(RankPart { part, life, is_serving, endpoint })
     }
 
     /// A prefill worker.
@@ -124,10 +132,11 @@ impl Parts {
         let source = WorkerSource::Cluster { coordinator, keys };
         let router = config.build(source, self.model.text.clone())?.bind().await?;
         let endpoint = Endpoint::from_shared(format!("http://{}", router.grpc_addr()))?;
+        let http = HttpClient::new(router.http_addr());
         let shutdown = CancellationToken::new();
         let serving = router.serve(shutdown.clone());
         let part = self.part(shutdown, async { serving.await.map(drop).map_err(|error| error.to_string()) });
-        Ok(RouterPart { part, channel: endpoint.tcp_nodelay(true).connect_lazy() })
+        Ok(RouterPart { part, http, channel: endpoint.tcp_nodelay(true).connect_lazy() })
     }
 }
 
@@ -145,11 +154,25 @@ impl RankPart {
         tokio::time::timeout(PATIENCE, self.is_serving.wait_for(|is_serving| *is_serving)).await??;
         Ok(())
     }
+
+    /// What the part answers to a health check, as a whole.
+    pub async fn health(&self) -> Result<ServingStatus, Error> {
+        let channel = Endpoint::from_shared(self.endpoint.clone())?.connect_lazy();
+        let answer = HealthClient::new(channel).check(HealthCheckRequest::default()).await?;
+        Ok(answer.into_inner().status())
+    }
 }
 
 impl RouterPart {
     /// A client. All share one connection.
     pub fn inference(&self) -> InferenceServiceClient<Channel> {
         InferenceServiceClient::new(self.channel.clone())
+    }
+
+    /// The router's metric `name`.
+    pub async fn metric(&self, name: &str) -> Result<f64, Error> {
+        let text = self.http.get("/metrics").await?.text().await?;
+        let line = text.lines().find_map(|line| line.strip_prefix(name)).ok_or("no such metric")?;
+        Ok(line.trim().parse()?)
     }
 }

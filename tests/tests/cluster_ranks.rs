@@ -13,6 +13,7 @@ use longreach_tests::{
 };
 use longreach_types::KvDtype;
 use tokio::task::JoinSet;
+use tonic_health::pb::health_check_response::ServingStatus;
 
 const N_TOKENS: u32 = 1000;
 
@@ -95,6 +96,7 @@ async fn ranks_that_drain_hand_their_streams_over_and_their_group_forms_again() 
     let (got, replaced) = tokio::join!(outputs(&router, &begun), replaced);
     assert_eq!(tokens(got?), wanted);
     let (a1, b1) = replaced?;
+    assert!(router.metric("longreach_router_resumed_streams_total").await? >= 1.0, "nothing was handed over");
     let epoch = a0.life.borrow().as_ref().map(|engine| engine.info().epoch);
     assert!(epoch > first_epoch, "{epoch:?} after {first_epoch:?}");
 
@@ -115,8 +117,12 @@ async fn a_rank_that_does_not_fit_is_kept_out_until_one_does() -> Result<(), Err
     // The misfit comes and goes without a life.
     misfit.part.drain().await?;
     assert!(leader.life.borrow().is_none());
+    assert_eq!(leader.health().await?, ServingStatus::NotServing);
     let fit = parts.rank("a", 1, engine).await?;
     leader.serves().await?;
+    for rank in [&leader, &fit] {
+        assert!(eventually(async || matches!(rank.health().await, Ok(ServingStatus::Serving))).await);
+    }
     for part in [fit.part, leader.part] {
         part.drain().await?;
     }

@@ -92,13 +92,22 @@ impl Answer {
         Ok(Some(body))
     }
 
-    /// The body as JSON.
-    pub async fn json(mut self) -> Result<Value, Error> {
+    async fn body(mut self) -> Result<Vec<u8>, Error> {
         let mut body = Vec::new();
         while let Some(piece) = self.piece().await? {
             body.extend(piece);
         }
-        Ok(serde_json::from_slice(&body)?)
+        Ok(body)
+    }
+
+    /// The body as JSON.
+    pub async fn json(self) -> Result<Value, Error> {
+        Ok(serde_json::from_slice(&self.body().await?)?)
+    }
+
+    /// The body as text.
+    pub async fn text(self) -> Result<String, Error> {
+        Ok(String::from_utf8(self.body().await?)?)
     }
 
     /// The data of the next event, or a comment with its colon; `None` at the end.
