@@ -34,11 +34,15 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// The longest such pause.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 
+/// Tokens in a row after which earlier failures count no more: the workers are well, and the request is no poison. More
+/// than the one that a prefill worker gives before a decode group is tried.
+const WELL: u32 = 16;
+
 /// How hard an output is fought for.
 #[derive(Clone, Copy, Debug)]
 pub struct RecoveryConfig {
-    /// Attempts at one output that may fail before it is given up. More survive worse days; fewer spare workers
-    /// that a poisonous request kills.
+    /// Attempts at one output that may fail, one after the other, before it is given up. More survive worse days; fewer
+    /// spare workers that a poisonous request kills.
     pub max_attempts: u32,
     /// How long an interrupted output waits for a worker that can take it up. Longer outlasts the restart of a decode
     /// group; shorter tells the client sooner.
@@ -115,6 +119,8 @@ struct Failures {
     n_attempts: u32,
     /// Attempts in a row that found no worker to start on.
     n_starts: u32,
+    /// Tokens since the last failure.
+    n_tokens: u32,
     /// When the output was interrupted; `None` while it runs.
     since: Option<Instant>,
     workers: Vec<WorkerId>,
@@ -183,6 +189,10 @@ impl Choice {
                     self.dispatcher.metrics.resumed();
                 }
                 self.stage = Stage::Decode;
+                self.failures.n_tokens += 1;
+                if self.failures.n_tokens == WELL {
+                    self.failures = Failures { n_tokens: WELL, ..Failures::default() };
+                }
                 self.emitted.push(token.token);
                 ChoiceEvent::Token { token, cached_len }
             }
@@ -207,6 +217,7 @@ impl Choice {
             return Ok(Some(self.finish(reason)));
         }
         self.log(&fault);
+        self.failures.n_tokens = 0;
         self.failures.since.get_or_insert_with(Instant::now);
         let retry_elsewhere = match fault.worker.clone() {
             Some(worker) if !self.failures.workers.contains(&worker) => {

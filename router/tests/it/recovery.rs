@@ -132,6 +132,27 @@ async fn a_leg_that_takes_over_gets_the_tokens_and_their_number() {
     assert_eq!(router.metric("longreach_router_resumed_streams_total").await, 1.0);
 }
 
+/// A long output outlives any number of restarts; one whose worker fails again and again where it is, does not.
+#[tokio::test]
+async fn attempts_count_while_nothing_comes_of_them() {
+    for (cut_after, is_lost) in [(20, false), (3, true)] {
+        let cut = move |_: usize, _: &longreach_proto::worker::GenerateRequest| Plan {
+            cut_after: Some(cut_after),
+            ..Plan::default()
+        };
+        let (one, other) = (FakeDecode::start(cut).await, FakeDecode::start(cut).await);
+        let router = TestRouter::start(&[&one, &other], &[]).await;
+        let said = say(&router, 110).await;
+        if is_lost {
+            said.unwrap_err();
+            let n_calls = one.calls().len() + other.calls().len();
+            assert_eq!(n_calls, quick_config().recovery.max_attempts as usize);
+        } else {
+            assert_eq!(said.unwrap(), undisturbed(110).await);
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_worker_that_dies_with_its_connections_is_replaced_by_another() {
     let hang = Plan { hang_after: Some(4), ..Plan::default() };
