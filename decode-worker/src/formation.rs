@@ -215,7 +215,7 @@ impl Formation {
         let secret = random_secret().map_err(FormError::Secret)?;
         let make = |epoch: Epoch| EpochRecord { epoch, secret, members };
         let Cluster { coordinator, keys } = &self.cluster;
-        let record = raise_epoch(&**coordinator, keys, &self.group, make).await?;
+        let record = raise_epoch(&**coordinator, keys, (&self.group, self.seen), make).await?;
         self.seen = self.seen.max(record.epoch);
         info!(group = self.group.0, epoch = %record.epoch, "epoch raised");
         Ok(record)

@@ -8,7 +8,7 @@ use std::time::Instant;
 use crate::failure::Failure;
 use crate::python::Python;
 use crate::workspace::Workspace;
-use crate::{arrows, interop, process, python, tidy};
+use crate::{arrows, etcd, interop, process, python, tidy};
 
 /// How much of the list is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +44,7 @@ const STEPS: &[Step] = &[
         in_quick: false,
         run: |workspace, _| python::install(&workspace.root).map(passed),
     },
+    Step { name: "etcd", in_quick: false, run: |_, _| etcd::install().map(passed) },
     Step { name: "buf lint", in_quick: false, run: |workspace, _| buf_lint(workspace) },
     Step { name: "clippy", in_quick: true, run: |_, _| clippy() },
     // What tests are built with: a plain build would unify features without their dependencies, and build all twice.
@@ -116,11 +117,14 @@ fn buf_lint(workspace: &Workspace) -> Result<Outcome, Failure> {
     process::run(buf.current_dir(&workspace.root).args(["lint", "proto"])).map(passed)
 }
 
-/// Under [`Scope::Quick`] the crates' own tests; otherwise also the package that tests them together.
+/// Packages whose tests need more than the toolchain, or much time.
+const NOT_QUICK: &[&str] = &["longreach-local", "longreach-tests"];
+
+/// Under [`Scope::Quick`] the tests that need only the toolchain; otherwise all.
 fn test(scope: Scope) -> Result<Outcome, Failure> {
     let mut command = process::cargo(&["test", "--workspace", "--locked"]);
     if scope == Scope::Quick {
-        command.args(["--exclude", "longreach-tests"]);
+        command.args(NOT_QUICK.iter().flat_map(|package| ["--exclude", package]));
     }
     let mut tally = Tally::default();
     let outcome = process::run_watched(&mut command, |line| tally.add(line));

@@ -15,6 +15,8 @@ pub(crate) enum Failure {
     Exit { command: String, status: ExitStatus },
     /// A program that should have ended did not.
     TimedOut { what: String, limit: Duration },
+    /// A program is needed that this task cannot install.
+    Missing { program: &'static str, how: &'static str },
     /// A file could not be read or written.
     File { path: PathBuf, source: io::Error },
     /// What a program printed was not understood.
@@ -31,6 +33,7 @@ impl fmt::Display for Failure {
             Self::Start { command, source } => write!(f, "cannot start `{command}`: {source}"),
             Self::Exit { command, status } => write!(f, "`{command}` failed: {status}"),
             Self::TimedOut { what, limit } => write!(f, "{what} took longer than {} s", limit.as_secs()),
+            Self::Missing { program, how } => write!(f, "there is no {program}: {how}"),
             Self::File { path, source } => write!(f, "{}: {source}", path.display()),
             Self::Output { command, reason } => {
                 write!(f, "cannot understand what `{command}` printed: {reason}")

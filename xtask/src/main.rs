@@ -1,4 +1,4 @@
-//! Tasks of the workspace, one command for each: `cargo xtask ci`, `tidy`, `arrows`, `interop`.
+//! Tasks of the workspace, one command for each: `cargo xtask ci`, `tidy`, `arrows`, `etcd`, `interop`.
 //!
 //! Shell scripts were the obvious alternative; this is Rust so that the rules have types and tests of their own and
 //! need nothing but the toolchain. It builds and publishes nothing: that is cargo's work.
@@ -10,6 +10,7 @@
 
 mod arrows;
 mod ci;
+mod etcd;
 mod failure;
 mod interop;
 mod process;
@@ -30,6 +31,7 @@ usage: cargo xtask <task>
   ci --quick    the part of it that needs only the toolchain: format, lints, tidy, arrows, unit tests
   tidy          house rules: sizes, words, docs, manifests, where unsafe may be
   arrows        crate dependencies against the table in ARCHITECTURE.md
+  etcd          installs the etcd server that tests start, where it is missing
   interop       a cluster on this machine against the Python clients of tests/python";
 
 /// Exit code of a command line that cannot be understood (`EX_USAGE`).
@@ -43,6 +45,7 @@ fn main() -> ExitCode {
         ["ci", "--quick"] => |workspace| ci::run(workspace, Scope::Quick),
         ["tidy"] => tidy::run,
         ["arrows"] => arrows::run,
+        ["etcd"] => |_| etcd::install(),
         ["interop"] => ci::interop,
         _ => {
             eprintln!("{USAGE}");

@@ -43,7 +43,7 @@ impl Backoff {
 
 impl Default for Backoff {
     fn default() -> Self {
-        Self::new(Duration::from_millis(100), Duration::from_secs(10), 0)
+        Self::new(Duration::from_millis(100), Duration::from_secs(5), 0)
     }
 }
 

@@ -7,7 +7,7 @@
 //! Calls are not repeated here. An implementation repeats what is safe to repeat at once (a dead endpoint), and
 //! callers go on with [`Backoff`](crate::Backoff); [`CoordinatorError::Unavailable`] is all they need to know.
 
-use std::{error::Error, fmt, pin::Pin, time::Duration};
+use std::{error::Error, fmt, pin::Pin, sync::Arc, time::Duration};
 
 use thiserror::Error;
 
@@ -198,12 +198,26 @@ pub trait Coordinator: Send + Sync + 'static {
     /// All keys of a prefix, as of now or later, never as of an earlier moment than a call that has returned.
     fn snapshot<'a>(&'a self, prefix: &'a Prefix) -> BoxFuture<'a, Result<Snapshot, CoordinatorError>>;
 
+    /// One key, as of now or later, as in [`Coordinator::snapshot`].
+    fn get<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<Option<Entry>, CoordinatorError>> {
+        Box::pin(async move {
+            let snapshot = self.snapshot(&Prefix::parent_of(key)).await?;
+            Ok(snapshot.entries.into_iter().find(|entry| entry.key == key))
+        })
+    }
+
     /// Watches a prefix: all changes at revision `from` and later.
     fn watch<'a>(
         &'a self,
         prefix: &'a Prefix,
         from: Revision,
     ) -> BoxFuture<'a, Result<Box<dyn Watch>, CoordinatorError>>;
+
+    /// A handle on the same store with connections of its own: used on another runtime, it goes on when this one is
+    /// starved. None where there are no connections, and this handle is as good.
+    fn detached(&self) -> Option<Arc<dyn Coordinator>> {
+        None
+    }
 
     /// Registers a key: puts it under a lease unless it exists.
     fn put_if_absent(

@@ -48,16 +48,21 @@ pub async fn read_epoch(
 
 /// Begins the group's next life: the record that `make` gives for its number. Another process that was faster is a
 /// [`CoordinatorError::Conflict`].
+///
+/// The number is above the stored one and above `floor`, the highest that this process has seen: a store that has lost
+/// its data would otherwise count from 1 again, and messages of an earlier life would be taken for this one's. What a
+/// process cannot know after its own restart, the record's random nonce tells apart.
 pub async fn raise_epoch(
     coordinator: &dyn Coordinator,
     keys: &KeySpace,
-    group: &GroupId,
+    (group, floor): (&GroupId, Epoch),
     make: impl FnOnce(Epoch) -> EpochRecord + Send,
 ) -> Result<EpochRecord, EpochError> {
-    let (next, expect) = match read_epoch(coordinator, keys, group).await? {
-        Some((last, revision)) => (Epoch(last.epoch.0 + 1), Expect::At(revision)),
-        None => (Epoch(1), Expect::Absent),
+    let (last, expect) = match read_epoch(coordinator, keys, group).await? {
+        Some((last, revision)) => (last.epoch, Expect::At(revision)),
+        None => (Epoch(0), Expect::Absent),
     };
+    let next = Epoch(last.max(floor).0 + 1);
     let record = EpochRecord { epoch: next, ..make(next) };
     let key = keys.encode(&Key::Epoch(group.clone()))?;
     coordinator.swap(Swap { key, expect, value: Some(record.encode()), lease: None }).await?;
@@ -116,12 +121,12 @@ mod tests {
         let store = MemoryCoordinator::default();
         let (keys, group) = (KeySpace::new("c").unwrap(), GroupId("g".into()));
         for want in 1..4 {
-            let raised = raise_epoch(&store, &keys, &group, record).await.unwrap();
+            let raised = raise_epoch(&store, &keys, (&group, Epoch(0)), record).await.unwrap();
             assert_eq!((raised.epoch, raised.secret), (Epoch(want), secret(Epoch(want))));
         }
         // Both have read epoch 3 when the second writes.
         let (_, seen) = read_epoch(&store, &keys, &group).await.unwrap().unwrap();
-        raise_epoch(&store, &keys, &group, record).await.unwrap();
+        raise_epoch(&store, &keys, (&group, Epoch(0)), record).await.unwrap();
         let late = Swap {
             key: keys.encode(&Key::Epoch(group.clone())).unwrap(),
             expect: Expect::At(seen),
@@ -134,6 +139,22 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_store_that_lost_its_data_repeats_no_epoch_of_a_process_that_lives() {
+        let (keys, group) = (KeySpace::new("c").unwrap(), GroupId("g".into()));
+        let mut seen = Epoch(0);
+        for want in [1, 2, 3] {
+            let wiped = MemoryCoordinator::default();
+            seen = raise_epoch(&wiped, &keys, (&group, seen), record).await.unwrap().epoch;
+            assert_eq!(seen, Epoch(want));
+        }
+        // One that has seen less does not go back either.
+        let store = MemoryCoordinator::default();
+        raise_epoch(&store, &keys, (&group, seen), record).await.unwrap();
+        let next = raise_epoch(&store, &keys, (&group, Epoch(1)), record).await.unwrap();
+        assert_eq!(next.epoch, Epoch(5));
+    }
+
+    #[tokio::test]
     async fn an_unreadable_epoch_is_not_overwritten() {
         let store = MemoryCoordinator::default();
         let (keys, group) = (KeySpace::new("c").unwrap(), GroupId("g".into()));
@@ -142,7 +163,7 @@ mod tests {
             .swap(Swap { key, expect: Expect::Absent, value: Some(b"{}".to_vec()), lease: None })
             .await
             .unwrap();
-        let err = raise_epoch(&store, &keys, &group, record).await.unwrap_err();
+        let err = raise_epoch(&store, &keys, (&group, Epoch(0)), record).await.unwrap_err();
         assert!(matches!(err, EpochError::Record { .. }), "{err}");
     }
 

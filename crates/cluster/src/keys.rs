@@ -63,6 +63,11 @@ impl Prefix {
         &self.0
     }
 
+    /// The subtree that `key` is directly in.
+    pub(crate) fn parent_of(key: &str) -> Self {
+        Self(key[..key.rfind('/').map_or(0, |slash| slash + 1)].to_owned())
+    }
+
     /// Whether `key` is in the subtree.
     pub fn contains(&self, key: &str) -> bool {
         key.starts_with(&self.0)

@@ -1,9 +1,9 @@
 //! Who is in the cluster: registrations under leases, group epochs, and the view of them that every role keeps.
 //!
 //! [`Coordinator`] is the store behind it, cut to what membership needs: compare-and-swap of one key, leases,
-//! snapshots and watches of a prefix. [`MemoryCoordinator`] keeps it in one process; etcd fills the same trait.
+//! snapshots and watches of a prefix. [`EtcdCoordinator`] keeps it in etcd, [`MemoryCoordinator`] in one process.
 //! Everything above the trait is common: [`Watcher`] repairs broken watches, [`View`] turns what it brings into
-//! differences, [`Membership`] gives them their meaning, [`register`] keeps a worker registered, and
+//! differences, [`Membership`] gives them their meaning, [`Registration`] keeps a worker registered, and
 //! [`raise_epoch`] begins a group's next life.
 //!
 //! Trouble with the store never stops traffic: a watcher goes on trying, a view keeps what it last knew, and the
@@ -12,8 +12,10 @@
 //! There is no per-request and no per-block data here, and no wall clock: time is tokio's, so a simulator can own it.
 
 mod backoff;
+mod causes;
 mod coordinator;
 mod epoch;
+mod etcd;
 mod keys;
 mod member;
 mod memory;
@@ -28,11 +30,12 @@ pub use coordinator::{
     Snapshot, Swap, Watch, WatchError,
 };
 pub use epoch::{EpochError, publish_ready, raise_epoch, read_epoch, withdraw_ready};
+pub use etcd::{EtcdAuth, EtcdConfig, EtcdConfigError, EtcdCoordinator, EtcdIdentity, EtcdTls};
 pub use keys::{GroupId, Key, KeyError, KeySpace, Prefix};
 pub use member::{MemberEvent, Membership};
 pub use memory::{MemoryConfig, MemoryCoordinator, Outage};
 pub use record::{DecodeRegistration, EpochRecord, PrefillRegistration, ReadyRecord, Record, RecordError};
-pub use registration::{RegistrationSpec, RegistrationState, register};
+pub use registration::{Registration, RegistrationSpec, RegistrationState, register};
 pub use view::{Delta, View};
 pub use watcher::{WatchEvent, Watcher};
 

@@ -121,6 +121,18 @@ pub struct ReadyRecord {
     pub layout_hash: String,
 }
 
+/// What all registrations have in common: whose life it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Holder {
+    /// Stable name of the process.
+    #[serde(with = "worker_id")]
+    pub(crate) id: WorkerId,
+    /// This life of it.
+    #[serde(with = "incarnation")]
+    pub(crate) incarnation: Incarnation,
+}
+
+impl Record for Holder {}
 impl Record for PrefillRegistration {}
 impl Record for DecodeRegistration {}
 impl Record for EpochRecord {}

@@ -10,6 +10,7 @@ use tracing::{debug, info};
 
 use crate::{
     backoff::Backoff,
+    causes::Causes,
     coordinator::{Batch, Coordinator, CoordinatorError, Revision, Snapshot, Watch},
     keys::Prefix,
 };
@@ -85,7 +86,7 @@ impl Watcher {
                 State::Watching { watch, since } => match watch.next().await {
                     Ok(batch) => return WatchEvent::Changes(batch),
                     Err(error) => {
-                        info!(prefix = %self.prefix, %error, "watch ended, taking a new snapshot");
+                        info!(prefix = %self.prefix, error = %Causes(&error), "watch ended, taking a new snapshot");
                         // A watch that lived was a success; one that breaks at once must not become a busy loop.
                         if since.elapsed() >= LIVED {
                             self.backoff.reset();
@@ -99,7 +100,7 @@ impl Watcher {
     }
 
     fn retry(&mut self, error: &CoordinatorError) {
-        debug!(prefix = %self.prefix, %error, "coordinator does not answer, trying again");
+        debug!(prefix = %self.prefix, error = %Causes(error), "coordinator does not answer, trying again");
         self.state = State::Stale { failed: true };
     }
 }

@@ -3,7 +3,7 @@
 use tokio_util::task::TaskTracker;
 
 use super::*;
-use crate::{keys::KeySpace, memory::MemoryCoordinator};
+use crate::{keys::KeySpace, memory::MemoryCoordinator, record::PrefillRegistration};
 
 const TTL: Duration = Duration::from_secs(30);
 const KEY: &str = "/longreach/v1/c/prefill/p";
@@ -28,7 +28,7 @@ impl Fixture {
         let (state, seen) = watch::channel(RegistrationState::Pending);
         let spec = RegistrationSpec {
             key: KEY.to_owned(),
-            value: |incarnation: Incarnation| incarnation.0.to_be_bytes().to_vec(),
+            value: |incarnation| value_of("p", incarnation),
             ttl: TTL,
             backoff: Backoff::default(),
         };
@@ -41,6 +41,12 @@ impl Fixture {
         let mut entries = self.store.snapshot(keys.all()).await.unwrap().entries;
         entries.pop().map(|entry| entry.value)
     }
+}
+
+fn value_of(id: &str, incarnation: Incarnation) -> Vec<u8> {
+    let id = WorkerId(id.to_owned());
+    let endpoint = "http://h:1".to_owned();
+    PrefillRegistration { id, incarnation, endpoint, layout_hash: String::new() }.encode()
 }
 
 async fn registered(state: &mut watch::Receiver<RegistrationState>) -> (Incarnation, LeaseId) {
@@ -59,7 +65,7 @@ async fn a_worker_stays_registered_for_many_times_its_lease_and_takes_its_key_al
     let (incarnation, _) = registered(&mut state).await;
     for _ in 0..20 {
         time::sleep(TTL).await;
-        assert_eq!(at.registered_value().await, Some(incarnation.0.to_be_bytes().to_vec()));
+        assert_eq!(at.registered_value().await, Some(value_of("p", incarnation)));
     }
     at.cancel.cancel();
     state.wait_for(|state| *state == RegistrationState::Left).await.unwrap();
@@ -76,20 +82,107 @@ async fn a_lost_lease_is_an_event_and_begins_a_new_incarnation() {
     time::sleep(TTL).await;
     let (second, _) = registered(&mut state).await;
     assert!(second > first);
-    assert_eq!(at.registered_value().await, Some(second.0.to_be_bytes().to_vec()));
+    assert_eq!(at.registered_value().await, Some(value_of("p", second)));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_second_life_waits_for_the_lease_of_the_first() {
+async fn a_key_of_another_worker_is_waited_for_until_its_lease_ends() {
+    for value in [value_of("other", Incarnation(1)), b"{}".to_vec()] {
+        let at = Fixture::new();
+        let lease = at.store.grant_lease(TTL).await.unwrap().id;
+        at.store.put_if_absent(KEY.to_owned(), value, lease).await.unwrap();
+        let start = Instant::now();
+        let mut state = at.worker(at.cancel.clone());
+        let (incarnation, _) = registered(&mut state).await;
+        assert!(start.elapsed() >= TTL && start.elapsed() < 2 * TTL, "{:?}", start.elapsed());
+        assert_eq!(at.registered_value().await, Some(value_of("p", incarnation)));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_next_life_takes_over_at_once_from_one_that_died_without_a_word() {
     let at = Fixture::new();
-    // The first life dies without a word.
     let lease = at.store.grant_lease(TTL).await.unwrap().id;
-    at.store.put_if_absent(KEY.to_owned(), vec![0], lease).await.unwrap();
+    // As from a store that has counted further than this one.
+    let earlier = Incarnation(900);
+    at.store.put_if_absent(KEY.to_owned(), value_of("p", earlier), lease).await.unwrap();
     let start = Instant::now();
     let mut state = at.worker(at.cancel.clone());
     let (incarnation, _) = registered(&mut state).await;
-    assert!(start.elapsed() >= TTL && start.elapsed() < 2 * TTL, "{:?}", start.elapsed());
-    assert_eq!(at.registered_value().await, Some(incarnation.0.to_be_bytes().to_vec()));
+    assert!(start.elapsed() < Duration::from_secs(1) && incarnation > earlier, "{incarnation}");
+    // The end of the dead one's lease takes nothing with it.
+    at.store.expire_lease(lease);
+    assert_eq!(at.registered_value().await, Some(value_of("p", incarnation)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_two_processes_with_one_name_the_newer_stays_and_the_older_says_so() {
+    let at = Fixture::new();
+    let mut older = at.worker(at.cancel.clone());
+    let (first, _) = registered(&mut older).await;
+    let mut newer = at.worker(at.cancel.clone());
+    let (second, _) = registered(&mut newer).await;
+    assert!(second > first);
+    let start = Instant::now();
+    older.wait_for(|state| *state == RegistrationState::Superseded { by: second }).await.unwrap();
+    assert!(start.elapsed() <= LOOK_PERIOD);
+    // It leaves the newer one alone, and stays away when the name is free again.
+    time::sleep(10 * TTL).await;
+    assert_eq!(at.registered_value().await, Some(value_of("p", second)));
+    assert_eq!(registered(&mut newer).await.0, second);
+    at.cancel.cancel();
+    older.wait_for(|state| *state == RegistrationState::Left).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_process_that_lost_its_lease_to_a_newer_one_does_not_take_it_back() {
+    let at = Fixture::new();
+    let mut older = at.worker(at.cancel.clone());
+    let (_, lease) = registered(&mut older).await;
+    at.store.expire_lease(lease);
+    let mut newer = at.worker(at.cancel.clone());
+    let (second, _) = registered(&mut newer).await;
+    older.wait_for(|state| *state == RegistrationState::Superseded { by: second }).await.unwrap();
+    assert_eq!(at.registered_value().await, Some(value_of("p", second)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_was_set_back_to_a_backup_keeps_nobody_out() {
+    let at = Fixture::new();
+    let mut state = at.worker(at.cancel.clone());
+    let (first, _) = registered(&mut state).await;
+    // An earlier life of this process, as the backup has it.
+    let held = at.store.get(KEY).await.unwrap().unwrap();
+    let value = Some(value_of("p", Incarnation(first.0 - 1)));
+    at.store
+        .swap(Swap { key: held.key, expect: Expect::At(held.revision), value, lease: None })
+        .await
+        .unwrap();
+    state
+        .wait_for(|state| matches!(state, RegistrationState::Registered { incarnation, .. } if *incarnation != first))
+        .await
+        .unwrap();
+    let (second, _) = registered(&mut state).await;
+    assert!(second > first);
+    assert_eq!(at.registered_value().await, Some(value_of("p", second)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_key_that_vanished_under_a_living_lease_is_a_new_incarnation() {
+    let at = Fixture::new();
+    let mut state = at.worker(at.cancel.clone());
+    let (first, _) = registered(&mut state).await;
+    let held = at.store.get(KEY).await.unwrap().unwrap();
+    let delete = Swap { key: held.key, expect: Expect::At(held.revision), value: None, lease: None };
+    at.store.swap(delete).await.unwrap();
+    let start = Instant::now();
+    // The state `Lost` may pass unseen.
+    state.wait_for(|state| matches!(state, RegistrationState::Registered { incarnation, .. } if *incarnation != first))
+        .await
+        .unwrap();
+    let (second, _) = registered(&mut state).await;
+    assert!(start.elapsed() <= 2 * LOOK_PERIOD && second > first);
+    assert_eq!(at.registered_value().await, Some(value_of("p", second)));
 }
 
 #[tokio::test(start_paused = true)]
@@ -126,4 +219,29 @@ async fn a_worker_starts_before_its_store_and_leaves_after_it_within_a_bound() {
     at.tasks.wait().await;
     assert!(start.elapsed() <= FAREWELL_TIMEOUT);
     assert_eq!(*state.borrow(), RegistrationState::Left);
+}
+
+#[test]
+fn a_registration_is_renewed_while_the_runtime_of_its_process_is_stuck() {
+    // This test's own runtime is never polled after the start, which is as stuck as can be.
+    let store = MemoryCoordinator::default();
+    let ttl = Duration::from_millis(400);
+    let spec = RegistrationSpec {
+        key: KEY.to_owned(),
+        value: |incarnation| value_of("p", incarnation),
+        ttl,
+        backoff: Backoff::default(),
+    };
+    let shared: Arc<dyn Coordinator> = Arc::new(store.clone());
+    let registration = Registration::spawn(&shared, spec).unwrap();
+    let mut state = registration.state();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let first = runtime.block_on(registered(&mut state));
+    let (_never, stuck) = std::sync::mpsc::channel::<()>();
+    assert!(stuck.recv_timeout(4 * ttl).is_err());
+    assert_eq!(runtime.block_on(registered(&mut state)), first);
+    assert!(runtime.block_on(store.get(KEY)).unwrap().is_some());
+    runtime.block_on(registration.leave());
+    assert_eq!(*state.borrow(), RegistrationState::Left);
+    assert_eq!(runtime.block_on(store.get(KEY)).unwrap(), None);
 }
