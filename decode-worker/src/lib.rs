@@ -18,8 +18,8 @@ use std::{
 };
 
 use longreach_cluster::{
-    Backoff, Coordinator, DecodeRegistration, GroupId, Key, KeyError, KeySpace, Record, RegistrationSpec,
-    RegistrationState, register,
+    Backoff, Coordinator, DecodeRegistration, GroupId, Key, KeyError, KeySpace, Record, Registration,
+    RegistrationSpec, RegistrationState,
 };
 use longreach_engine::{
     BuildError, DecodeGroup, EngineConfig, EngineHandle, KvDoor, Model, Rank,
@@ -310,7 +310,8 @@ impl DecodeWorker {
             servers.push(tasks.spawn(serving));
         }
         let group = GroupId(config.group_id.clone());
-        let registrations = enlist(&tasks, &cluster, (&group, &members), (config.formation, &leave));
+        let registrations = enlist(&tasks, &cluster, (&group, &members), (config.formation, &leave))
+            .map_err(|error| format!("registering: {error}"))?;
         let view = follow_view(&tasks, &cluster, (&group, &fit), &close);
         let formation = Formation {
             cluster,
@@ -353,7 +354,7 @@ fn enlist(
     cluster: &Cluster,
     (group, members): (&GroupId, &[DecodeRegistration]),
     (formation, leave): (FormationConfig, &CancellationToken),
-) -> BTreeMap<usize, watch::Receiver<RegistrationState>> {
+) -> io::Result<BTreeMap<usize, watch::Receiver<RegistrationState>>> {
     let mut states = BTreeMap::new();
     for member in members {
         let key = Key::Rank { group: group.clone(), rank: member.rank };
@@ -362,11 +363,11 @@ fn enlist(
         let (rank, member) = (member.rank, member.clone());
         let value = move |incarnation| DecodeRegistration { incarnation, ..member.clone() }.encode();
         let spec = RegistrationSpec { key, value, ttl: formation.lease_ttl, backoff: Backoff::default() };
-        let (state_in, state) = watch::channel(RegistrationState::default());
-        states.insert(rank, state);
-        tasks.spawn(register(Arc::clone(&cluster.coordinator), spec, state_in, leave.clone()));
+        let registration = Registration::spawn(&cluster.coordinator, spec)?;
+        states.insert(rank, registration.state());
+        tasks.spawn(registration.until(leave.clone()));
     }
-    states
+    Ok(states)
 }
 
 /// Keeps a view of the cluster until `close`.

@@ -7,8 +7,8 @@ mod settings;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use longreach_cluster::{
-    Backoff, Coordinator, Key, KeyError, KeySpace, PrefillRegistration, Record, RegistrationSpec,
-    RegistrationState, register,
+    Backoff, Coordinator, Key, KeyError, KeySpace, PrefillRegistration, Record, Registration,
+    RegistrationSpec, RegistrationState,
 };
 use longreach_engine::{
     BuildError, EngineConfig, EngineHandle, GrpcTransport, Model, RunningEngine,
@@ -153,9 +153,10 @@ impl PrefillWorker {
         let routes = ops.start(routes, &SERVICE_NAMES, &tasks, &close).await;
         let server = tasks.spawn(door.serve(routes, close.clone()));
         let spec = RegistrationSpec { key, value, ttl: config.lease_ttl, backoff: Backoff::default() };
-        let (state_in, state) = watch::channel(RegistrationState::default());
-        tasks.spawn(register(coordinator, spec, state_in, leave.clone()));
-        tasks.spawn(release_when_registered(hold, state, leave.clone()));
+        let registration =
+            Registration::spawn(&coordinator, spec).map_err(|error| format!("registering: {error}"))?;
+        tasks.spawn(release_when_registered(hold, registration.state(), leave.clone()));
+        tasks.spawn(registration.until(leave.clone()));
         readiness.started();
 
         // Both arms only wait. A failed engine can serve nobody.
