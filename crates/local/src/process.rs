@@ -2,8 +2,8 @@
 //!
 //! Dropping a [`Process`] kills it and waits until it is gone, so that its ports and files are free again. Should this
 //! process be killed itself and drop nothing, the kernel kills the child: on Linux it is started through `setpriv
-//! --pdeathsig`, which becomes the child and keeps its number. The system call has no safe form in Rust that runs in
-//! the child.
+//! --pdeathsig`, where there is one, which becomes the child and keeps its number. The system call has no safe form in
+//! Rust that runs in the child.
 //!
 //! A child is in a process group of its own: Ctrl-C at a terminal reaches its owner only, which ends its children in
 //! the order that it wants.
@@ -43,12 +43,13 @@ impl Process {
     /// output goes. It belongs to the runtime in which this is called.
     pub fn start(program: impl AsRef<OsStr>, configure: impl FnOnce(&mut Command)) -> io::Result<Self> {
         let program = find(program.as_ref())?;
-        let mut command = if cfg!(target_os = "linux") {
-            let mut setpriv = Command::new(find("setpriv".as_ref())?);
-            setpriv.args(["--pdeathsig", "KILL", "--"]).arg(program);
-            setpriv
-        } else {
-            Command::new(program)
+        let mut command = match find("setpriv".as_ref()) {
+            Ok(setpriv) if cfg!(target_os = "linux") => {
+                let mut command = Command::new(setpriv);
+                command.args(["--pdeathsig", "KILL", "--"]).arg(program);
+                command
+            }
+            _ => Command::new(program),
         };
         configure(&mut command);
         command.process_group(0);

@@ -120,6 +120,24 @@ async fn a_lost_lease_is_a_new_incarnation_and_not_the_end() {
     follower.until_members(&[]).await;
 }
 
+/// Isolated keep-alive: this test's runtime is not polled for some lives of the lease.
+#[tokio::test]
+async fn a_lease_is_renewed_while_the_runtime_of_its_process_is_stuck() {
+    let etcd = EtcdCluster::start(crate::brisk(1)).await.unwrap();
+    let store = coordinator(etcd.endpoints());
+    let worker = register(&store, "w", SHORT);
+    let life = registered(&worker, None).await;
+    let mut follower = Follower::new(Arc::clone(&store));
+    follower.until_members(&[("w", life)]).await;
+    let (_never, stuck) = std::sync::mpsc::channel::<()>();
+    assert!(stuck.recv_timeout(3 * SHORT).is_err());
+    // The next change comes behind all others: the worker never left.
+    let other = register(&store, "other", LONG);
+    let second = registered(&other, None).await;
+    follower.until_members(&[("other", second), ("w", life)]).await;
+    assert!(!follower.heard.iter().any(|event| matches!(event, MemberEvent::PrefillLeft { .. })));
+}
+
 /// Fail-static: the view stays while etcd is stopped, and nobody is lost or comes twice.
 #[tokio::test]
 async fn a_stopped_etcd_changes_no_view() {
