@@ -117,13 +117,24 @@ pub(crate) enum ChoiceEvent {
 struct Failures {
     /// Attempts that failed with workers at work on them.
     n_attempts: u32,
-    /// Attempts in a row that found no worker to start on.
+    /// Attempts in a row that some worker did not take up.
     n_starts: u32,
     /// Tokens since the last failure.
     n_tokens: u32,
     /// When the output was interrupted; `None` while it runs.
     since: Option<Instant>,
     workers: Vec<WorkerId>,
+}
+
+impl Failures {
+    /// Takes note of workers that are better avoided.
+    fn blame(&mut self, workers: impl Iterator<Item = WorkerId>) {
+        for worker in workers {
+            if !self.workers.contains(&worker) {
+                self.workers.push(worker);
+            }
+        }
+    }
 }
 
 impl Choice {
@@ -209,8 +220,11 @@ impl Choice {
     /// Prepares another attempt after `fault`, or says why there is none. An output that lost its workers after its
     /// last token is complete all the same.
     async fn recover(&mut self, fault: Fault) -> Result<Option<ChoiceEvent>, ServiceError> {
-        let had_started = self.leg.take().is_some();
-        if !fault.is_retryable() {
+        let leg = self.leg.take();
+        let was_at_work = leg.as_ref().is_some_and(Leg::was_at_work);
+        // Want of room turns a new request away. An output that the client has tokens of waits for room instead.
+        let waits = fault.is_busy() && !self.emitted.is_empty();
+        if !fault.is_retryable() && !waits {
             return Err(fault.into_error(self.dispatcher.recovery.retry_after, self.stage));
         }
         if let Some(reason) = self.reason_to_end() {
@@ -219,14 +233,14 @@ impl Choice {
         self.log(&fault);
         self.failures.n_tokens = 0;
         self.failures.since.get_or_insert_with(Instant::now);
-        let retry_elsewhere = match fault.worker.clone() {
-            Some(worker) if !self.failures.workers.contains(&worker) => {
-                self.failures.workers.push(worker);
-                true
-            }
-            _ => false,
-        };
-        if had_started {
+        let n_failed = self.failures.workers.len();
+        if !waits {
+            let suspects = leg.as_ref().map_or_else(Vec::new, Leg::suspects);
+            self.failures.blame(suspects.into_iter().chain(fault.worker.clone()));
+        }
+        drop(leg);
+        let retry_elsewhere = self.failures.workers.len() > n_failed;
+        if was_at_work && !waits {
             self.failures.n_attempts += 1;
         } else {
             self.failures.n_starts += 1;

@@ -87,6 +87,11 @@ impl Fault {
         matches!(self.cause, Cause::Lost(_) | Cause::Aborted(_) | Cause::Nobody(_) | Cause::NoneFits(_))
     }
 
+    /// Whether there was only no room.
+    pub(crate) fn is_busy(&self) -> bool {
+        matches!(self.cause, Cause::Busy(_))
+    }
+
     /// What the fault says about the worker.
     pub(crate) fn outcome(&self) -> Outcome {
         match self.cause {

@@ -9,6 +9,11 @@
 //! other. Tokens must come with ascending index, without gap or repeat: anything else would reach the client as wrong
 //! text.
 
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
+
 use futures::{FutureExt, StreamExt, TryStreamExt};
 use longreach_proto::worker::{
     ClientStream, DecodeEvent, GenerateRequest, OutputToken, PrefillEvent, Reservation, RunRequest,
@@ -63,6 +68,8 @@ pub(crate) struct Leg {
 struct Side<R: Role, E> {
     lease: Lease<R>,
     events: ClientStream<E>,
+    /// Set when the worker has taken the work.
+    is_accepted: Arc<AtomicBool>,
 }
 
 enum PrefillSide {
@@ -108,7 +115,7 @@ impl Leg {
         };
         let events = lease.client.generate(call.worker_request(request)).await;
         let events = events.map_err(|status| fault(&lease, &status))?;
-        let mut decode = Side { lease, events };
+        let mut decode = Side { lease, events, is_accepted: Arc::new(AtomicBool::new(true)) };
         let reservation = match decode.next().await? {
             Some(DecodeEvent::Reserved(reservation)) => reservation,
             Some(_) => return Err(broken(&decode.lease, "the first event was not Reserved")),
@@ -121,6 +128,25 @@ impl Leg {
             PrefillSide::Computing(start_prefill(dispatcher, call, work, reservation)?)
         };
         Ok((Self { decode, early: None, prefill, next_idx, is_decoding: false, ending: None }, cached_len))
+    }
+
+    /// Whether all its workers had taken the work. One that was not reached cannot have been harmed by it.
+    pub(crate) fn was_at_work(&self) -> bool {
+        match &self.prefill {
+            PrefillSide::Computing(prefill) => prefill.is_accepted.load(Ordering::Relaxed),
+            PrefillSide::HandingOff(_) | PrefillSide::Done => true,
+        }
+    }
+
+    /// Who may be to blame when it fails now. While KV passes between two workers it may be the way between them, so
+    /// that another attempt is best made without both.
+    pub(crate) fn suspects(&self) -> Vec<WorkerId> {
+        match &self.prefill {
+            PrefillSide::Computing(prefill) | PrefillSide::HandingOff(prefill) => {
+                vec![self.decode.lease.name.clone(), prefill.lease.name.clone()]
+            }
+            PrefillSide::Done => vec![self.decode.lease.name.clone()],
+        }
     }
 
     /// The next event. After `Finish`, or an error, the leg is to be dropped.
@@ -252,8 +278,14 @@ fn start_prefill(
         priority: work.priority,
     };
     let (client, request) = (lease.client.clone(), call.worker_request(request));
-    let opening = async move { client.run(request).await };
-    Ok(Side { lease, events: opening.into_stream().try_flatten().boxed() })
+    let is_accepted = Arc::new(AtomicBool::new(false));
+    let accepted = Arc::clone(&is_accepted);
+    let opening = async move {
+        let events = client.run(request).await?;
+        accepted.store(true, Ordering::Relaxed);
+        Ok::<_, Status>(events)
+    };
+    Ok(Side { lease, events: opening.into_stream().try_flatten().boxed(), is_accepted })
 }
 
 fn check_index<R: Role>(lease: &Lease<R>, got: usize, wanted: usize) -> Result<(), Fault> {

@@ -297,3 +297,28 @@ async fn an_interrupted_output_waits_for_a_worker_and_gives_up_in_time() {
     let waited = died.elapsed().as_millis();
     assert!((250..3000).contains(&waited), "waited {waited} ms");
 }
+
+#[tokio::test]
+async fn an_output_that_has_begun_waits_for_room_where_a_new_one_is_turned_away() {
+    let full: fn() -> WorkerError = || WorkerError::QueueFull { queue: "waiting", len: 1, max: 1 };
+    let decode = FakeDecode::start(move |call, _| match call {
+        0 => Plan { fail_after: Some((2, gone)), ..Plan::default() },
+        1..4 => Plan { refuse: Some(full), ..Plan::default() },
+        _ => Plan::default(),
+    })
+    .await;
+    let router = TestRouter::start(&[&decode], &[]).await;
+    assert_eq!(say(&router, 12).await.unwrap(), undisturbed(12).await);
+    assert_eq!(decode.calls().len(), 5, "more refusals than attempts are allowed");
+}
+
+#[tokio::test]
+async fn a_prefill_worker_that_is_not_there_yet_costs_no_attempt() {
+    let handoffs = Arc::<Handoffs>::default();
+    let decode = FakeDecode::start_with(Arc::clone(&handoffs), |_, _| Plan::default().split()).await;
+    let starting = |call, _: &_| Plan { refuse: (call < 4).then_some(gone as _), ..Plan::default() };
+    let prefill = FakePrefill::start(handoffs, starting).await;
+    let router = TestRouter::start(&[&decode], &[&prefill]).await;
+    assert_eq!(say(&router, 12).await.unwrap(), undisturbed(12).await);
+    assert_eq!(prefill.calls().len(), 5);
+}
