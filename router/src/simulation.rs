@@ -84,9 +84,13 @@ impl SimRouter {
         Self { dispatcher: Arc::new(Dispatcher { decodes, prefills, recovery, metrics, random }) }
     }
 
-    /// Keeps the router's workers those of `source` until `cancel`, then forgets them.
+    /// Keeps the router's workers those of `source` until `cancel`.
     pub async fn follow(&self, source: WorkerSource, cancel: CancellationToken) {
         discovery::follow(source, Arc::clone(&self.dispatcher), cancel).await;
+    }
+
+    /// Forgets all workers, and with them the tasks that ask them for their load.
+    pub fn disconnect(&self) {
         self.dispatcher.decodes.set_members(&[]);
         self.dispatcher.prefills.set_members(&[]);
     }
@@ -103,6 +107,11 @@ impl SimRouter {
     /// The lives of workers it knows, decode groups first, each in the order in which they came.
     pub fn members(&self) -> [Vec<(WorkerId, u64)>; 2] {
         [self.dispatcher.decodes.lives(), self.dispatcher.prefills.lives()]
+    }
+
+    /// Whether at least `n_workers` workers have described themselves and answer.
+    pub fn is_ready(&self, n_workers: usize) -> bool {
+        self.dispatcher.decodes.n_ready() + self.dispatcher.prefills.n_ready() >= n_workers
     }
 
     /// Tokens of work that it believes to have with workers: none when no output is in the making.

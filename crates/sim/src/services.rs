@@ -1,0 +1,119 @@
+//! Who offers what, by address: stands for the listeners of all processes. An address answers while its process has
+//! put something behind it.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use longreach_proto::WorkerError;
+use longreach_types::{DcpLayout, Epoch};
+use tokio::{sync::mpsc, time::Instant};
+
+use crate::{engine::EngineHandle, journal::Journal, net::NodeId, rank::Delivery};
+
+/// All services of the cluster. Clones share them.
+#[derive(Clone)]
+pub(crate) struct Services {
+    shared: Arc<Mutex<Shared>>,
+    pub(crate) journal: Journal,
+}
+
+#[derive(Default)]
+struct Shared {
+    engines: BTreeMap<String, (NodeId, Option<EngineHandle>)>,
+    ranks: BTreeMap<String, (NodeId, Option<Door>)>,
+    n_to_spoil: usize,
+    harms: Vec<Instant>,
+    draining: BTreeSet<NodeId>,
+}
+
+/// One rank's door in one life of its group.
+#[derive(Clone)]
+pub(crate) struct Door {
+    pub(crate) epoch: Epoch,
+    pub(crate) layout: DcpLayout,
+    pub(crate) deliveries: mpsc::Sender<Delivery>,
+    pub(crate) journal: Journal,
+}
+
+impl Door {
+    pub(crate) async fn deliver(&self, delivery: Delivery) -> Result<(), WorkerError> {
+        let sent = self.deliveries.send(delivery).await;
+        sent.map_err(|_| WorkerError::Unavailable("the rank has stopped"))
+    }
+}
+
+impl Services {
+    pub(crate) fn new(journal: Journal) -> Self {
+        Self { shared: Arc::default(), journal }
+    }
+
+    /// Puts an engine behind an address, or takes it away.
+    pub(crate) fn set_engine(&self, endpoint: &str, node: NodeId, engine: Option<EngineHandle>) {
+        self.shared().engines.insert(endpoint.to_owned(), (node, engine));
+    }
+
+    /// The process at an address.
+    pub(crate) fn engine_node(&self, endpoint: &str) -> Option<NodeId> {
+        self.shared().engines.get(endpoint).map(|(node, _)| *node)
+    }
+
+    /// The engine behind an address; none while a group has not formed.
+    pub(crate) fn engine(&self, endpoint: &str) -> Option<EngineHandle> {
+        self.shared().engines.get(endpoint).and_then(|(_, engine)| engine.clone())
+    }
+
+    pub(crate) fn set_door(&self, endpoint: &str, node: NodeId, door: Option<Door>) {
+        self.shared().ranks.insert(endpoint.to_owned(), (node, door));
+    }
+
+    pub(crate) fn rank_node(&self, endpoint: &str) -> Option<NodeId> {
+        self.shared().ranks.get(endpoint).map(|(node, _)| *node)
+    }
+
+    pub(crate) fn door(&self, endpoint: &str) -> Option<Door> {
+        self.shared().ranks.get(endpoint).and_then(|(_, door)| door.clone())
+    }
+
+    /// Takes note of something that may cost a request an attempt.
+    pub(crate) fn harm(&self, kind: &'static str) {
+        self.journal.count(kind);
+        self.shared().harms.push(Instant::now());
+    }
+
+    /// How much harm was done since `time`.
+    pub(crate) fn n_harms_since(&self, time: Instant) -> usize {
+        self.shared().harms.iter().filter(|&&harm| harm >= time).count()
+    }
+
+    /// From now on `node` refuses new work, or takes it again.
+    pub(crate) fn set_draining(&self, node: NodeId, draining: bool) {
+        let nodes = &mut self.shared().draining;
+        if draining {
+            nodes.insert(node)
+        } else {
+            nodes.remove(&node)
+        };
+    }
+
+    pub(crate) fn is_draining(&self, node: NodeId) -> bool {
+        self.shared().draining.contains(&node)
+    }
+
+    /// Spoils the next chunk that is sent.
+    pub(crate) fn spoil_next(&self) {
+        self.shared().n_to_spoil += 1;
+    }
+
+    pub(crate) fn take_spoil(&self) -> bool {
+        let mut shared = self.shared();
+        let spoils = shared.n_to_spoil > 0;
+        shared.n_to_spoil -= usize::from(spoils);
+        spoils
+    }
+
+    fn shared(&self) -> MutexGuard<'_, Shared> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,409 @@
+//! One run: a cluster comes up, clients ask, faults happen, everything heals, and nothing may be left over.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use longreach_cluster::{
+    Coordinator, GroupId, Key, KeySpace, LeaseId, PrefillRegistration, ReadyRecord, Record, RegistrationState,
+};
+use longreach_router::{WorkerSource, simulation::SimRouter};
+use longreach_service::Lifecycle;
+use longreach_types::WorkerId;
+use tokio::{
+    sync::{mpsc, watch},
+    time::{Instant, sleep, timeout},
+};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+use crate::{
+    client::Request,
+    dial::SimDial,
+    faults,
+    journal::{Journal, Report},
+    net::{Death, Net, NodeId},
+    rng::Rng,
+    scenario::Scenario,
+    services::Services,
+    store::StoreHost,
+    worker::{Group, Prefill, key_space},
+};
+
+/// How long views may take to converge after everything has healed: the longest lease, and the pauses of retries.
+const CONVERGENCE: Duration = Duration::from_secs(75);
+
+/// Longer than any run.
+const MAX_RUN: Duration = Duration::from_secs(900);
+
+/// The first number of requests that have no excuse to fail.
+const PROBES: usize = 20_000;
+
+/// Everything in one run.
+pub(crate) struct World {
+    pub(crate) scenario: Scenario,
+    pub(crate) journal: Journal,
+    pub(crate) net: Net,
+    pub(crate) host: StoreHost,
+    pub(crate) services: Services,
+    pub(crate) keys: KeySpace,
+    pub(crate) groups: Vec<Group>,
+    pub(crate) prefills: Vec<Prefill>,
+    pub(crate) routers: Vec<RouterSlot>,
+    pub(crate) clients: TaskTracker,
+    leaves: Mutex<BTreeMap<NodeId, CancellationToken>>,
+    registrations: Mutex<BTreeMap<String, watch::Receiver<RegistrationState>>>,
+}
+
+/// A router's process, and the router in it while it lives.
+pub(crate) struct RouterSlot {
+    pub(crate) node: NodeId,
+    life: Mutex<Option<RouterLife>>,
+}
+
+#[derive(Clone)]
+struct RouterLife {
+    router: Arc<SimRouter>,
+    alive: CancellationToken,
+    _lifecycle: Lifecycle,
+}
+
+/// Runs one seed from beginning to end.
+pub(crate) async fn run(seed: u64, keep_log: bool) -> Report {
+    let scenario = Scenario::new(seed);
+    let journal = Journal::new(keep_log);
+    journal.note(format_args!("{scenario:?}"));
+    let world = Arc::new(World::new(scenario, journal.clone()));
+    let failed = journal.failed.clone();
+    let finished = failed.run_until_cancelled(timeout(MAX_RUN, world.live())).await;
+    if matches!(finished, Some(Err(_))) {
+        journal.violation(format!("the run did not end within {MAX_RUN:?}"));
+    }
+    world.routers.iter().for_each(RouterSlot::kill);
+    world.net.shut_down().await;
+    journal.report()
+}
+
+impl World {
+    fn new(scenario: Scenario, journal: Journal) -> Self {
+        let net = Net::new(scenario.net, scenario.seed, journal.clone());
+        let store = net.add_node("store");
+        net.boot(store);
+        let shape = &scenario.shape;
+        let groups = (0..shape.n_groups).map(|idx| new_group(&net, &scenario, idx)).collect();
+        let prefills = (0..shape.n_prefills).map(|idx| {
+            let id = format!("prefill-{idx}");
+            let node = net.add_node(id.clone());
+            Prefill { idx, id: WorkerId(id), node, engine_face: Default::default() }
+        });
+        let prefills = prefills.collect();
+        let routers = (0..shape.n_routers).map(|idx| {
+            let node = net.add_node(format!("router-{idx}"));
+            RouterSlot { node, life: Mutex::new(None) }
+        });
+        let routers = routers.collect();
+        Self {
+            host: StoreHost::new(store),
+            services: Services::new(journal.clone()),
+            keys: key_space(),
+            groups,
+            prefills,
+            routers,
+            clients: TaskTracker::new(),
+            leaves: Mutex::default(),
+            registrations: Mutex::default(),
+            scenario,
+            journal,
+            net,
+        }
+    }
+
+    /// The whole life of the cluster.
+    async fn live(self: &Arc<Self>) {
+        self.worker_nodes().into_iter().for_each(|node| self.boot_worker(node));
+        (0..self.routers.len()).for_each(|router| self.boot_router(router));
+        self.converge("at first").await;
+        let faults = TaskTracker::new();
+        for fault in faults::plan(&self.scenario) {
+            faults.spawn(fault.run(Arc::clone(self)));
+        }
+        let mut rng = Rng::new(self.scenario.seed, 4);
+        for idx in 0..self.scenario.n_requests {
+            self.clients.spawn(Request::new(self, idx).run(Arc::clone(self)));
+            let pause = self.scenario.pause.mul_f64(rng.below(2000) as f64 / 1000.0);
+            sleep(pause).await;
+        }
+        faults.close();
+        faults.wait().await;
+        self.journal.note(format_args!("all is well again"));
+        self.settle().await;
+        self.converge("after all faults").await;
+        for idx in 0..2 * self.routers.len() {
+            Request::probe(self, PROBES + idx).run(Arc::clone(self)).await;
+        }
+        self.settle().await;
+    }
+
+    /// Waits until all clients have ended; then nothing may be held for them.
+    async fn settle(&self) {
+        self.clients.close();
+        self.clients.wait().await;
+        self.clients.reopen();
+        let idle_by = Instant::now() + self.reclaim();
+        while let Some(leftover) = self.leftover() {
+            if Instant::now() > idle_by {
+                self.journal.violation(format!("left over: {leftover}"));
+                return;
+            }
+            sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// How long blocks may stay held after the last client has gone. Where nothing was wrong that is the way of the
+    /// news; otherwise a silence, or a hand-off that stands still, must be noticed first.
+    fn reclaim(&self) -> Duration {
+        let Scenario { shape, net, n_faults, .. } = &self.scenario;
+        let way = Duration::from_secs(1) + 20 * net.max_delay;
+        if *n_faults == 0 { way } else { way + shape.watchdog + net.silence.max(shape.handoff_timeout) }
+    }
+
+    /// What is still held, if anything.
+    fn leftover(&self) -> Option<String> {
+        let groups = self.groups.iter().map(|group| (group.id.to_string(), &group.engine_face));
+        let prefills = self.prefills.iter().map(|prefill| (prefill.id.to_string(), &prefill.engine_face));
+        for (name, face) in groups.chain(prefills) {
+            let info = face.info();
+            if !info.is_idle() {
+                return Some(format!("{name}: {info:?}"));
+            }
+        }
+        for group in &self.groups {
+            let receiving = group.rank_faces.iter().position(|face| face.n_receiving() > 0);
+            if let Some(rank) = receiving {
+                return Some(format!("{} rank {rank} still waits for a hand-off", group.id));
+            }
+        }
+        for (idx, slot) in self.routers.iter().enumerate() {
+            let own_tokens = slot.life().as_ref().map_or(0, |life| life.router.own_tokens());
+            if own_tokens > 0 {
+                return Some(format!("router {idx} believes to have {own_tokens} tokens of work"));
+            }
+        }
+        None
+    }
+
+    /// Waits until every router knows exactly the workers that there are.
+    async fn converge(&self, when: &str) {
+        let converged_by = Instant::now() + CONVERGENCE;
+        loop {
+            let Err(difference) = self.compare_views().await else { return };
+            if Instant::now() > converged_by {
+                self.journal.violation(format!("{when} views do not converge: {difference}"));
+                return;
+            }
+            sleep(Duration::from_millis(200)).await;
+        }
+    }
+
+    async fn compare_views(&self) -> Result<(), String> {
+        let snapshot = self.host.memory.snapshot(self.keys.all()).await.map_err(|error| error.to_string())?;
+        let (mut groups, mut prefills) = (Vec::new(), Vec::new());
+        for entry in &snapshot.entries {
+            match self.keys.parse(&entry.key) {
+                Some(Key::Ready(group)) => {
+                    let ready = ReadyRecord::decode(&entry.value).map_err(|error| error.to_string())?;
+                    groups.push((WorkerId(group.0), ready.epoch.0));
+                }
+                Some(Key::Prefill(id)) => {
+                    let found =
+                        PrefillRegistration::decode(&entry.value).map_err(|error| error.to_string())?;
+                    prefills.push((id, found.incarnation.0));
+                }
+                _ => {}
+            }
+        }
+        let formed: Vec<_> = self
+            .groups
+            .iter()
+            .map(|group| (WorkerId(group.id.0.clone()), group.engine_face.info().epoch.0))
+            .collect();
+        check_equal("groups as formed and as stored", &formed, &groups)?;
+        let registered: Vec<_> = self.prefills.iter().map(|prefill| self.registered(&prefill.id)).collect();
+        check_equal("prefill workers as they live and as stored", &registered, &prefills)?;
+        for slot in &self.routers {
+            let Some(life) = slot.life().clone() else { return Err("a router is down".to_owned()) };
+            let [mut decodes, mut known] = life.router.members();
+            decodes.sort();
+            known.sort();
+            check_equal("groups as stored and as a router knows them", &groups, &decodes)?;
+            check_equal("prefill workers as stored and as a router knows them", &prefills, &known)?;
+            if !life.router.is_ready(groups.len() + prefills.len()) {
+                return Err("a router has not heard from all workers".to_owned());
+            }
+        }
+        Ok(())
+    }
+
+    fn registered(&self, id: &WorkerId) -> (WorkerId, u64) {
+        let key = self.keys.encode(&Key::Prefill(id.clone())).unwrap_or_default();
+        let state = self.registrations().get(&key).map(|state| *state.borrow());
+        let life = match state {
+            Some(RegistrationState::Registered { incarnation, .. }) => incarnation.0,
+            _ => 0,
+        };
+        (id.clone(), life)
+    }
+
+    pub(crate) fn registrations(
+        &self,
+    ) -> MutexGuard<'_, BTreeMap<String, watch::Receiver<RegistrationState>>> {
+        self.registrations.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn leaves(&self) -> MutexGuard<'_, BTreeMap<NodeId, CancellationToken>> {
+        self.leaves.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Cancelled when the process on `node` leaves the cluster.
+    pub(crate) fn leaving(&self, node: NodeId) -> CancellationToken {
+        self.leaves().get(&node).cloned().unwrap_or_default()
+    }
+
+    /// The lease of one of the registered workers.
+    pub(crate) fn some_lease(&self, rng: &mut Rng) -> Option<LeaseId> {
+        let leases: Vec<_> = self
+            .registrations()
+            .values()
+            .filter_map(|state| match *state.borrow() {
+                RegistrationState::Registered { lease, .. } => Some(lease),
+                _ => None,
+            })
+            .collect();
+        (!leases.is_empty()).then(|| rng.pick(&leases))
+    }
+
+    /// The processes of workers.
+    pub(crate) fn worker_nodes(&self) -> Vec<NodeId> {
+        let groups = self.groups.iter().flat_map(|group| group.nodes.iter().copied());
+        let mut nodes: Vec<_> = groups.chain(self.prefills.iter().map(|prefill| prefill.node)).collect();
+        nodes.sort();
+        nodes.dedup();
+        nodes
+    }
+
+    /// All processes but the store.
+    pub(crate) fn all_nodes(&self) -> Vec<NodeId> {
+        let mut nodes = self.worker_nodes();
+        nodes.extend(self.routers.iter().map(|router| router.node));
+        nodes
+    }
+
+    /// Whether there was a decode group and a prefill worker that a router could have worked with since `time`, with
+    /// nothing wrong with them or between them.
+    pub(crate) fn had_calm_pair(&self, router: usize, time: Instant) -> bool {
+        let router = self.routers[router].node;
+        self.groups.iter().any(|group| {
+            self.prefills.iter().any(|prefill| {
+                let nodes = [&[router, prefill.node], &*group.nodes].concat();
+                self.net.was_calm(&nodes, time)
+            })
+        })
+    }
+
+    /// Ends a worker's process, if it runs.
+    pub(crate) fn kill_worker(&self, node: NodeId, death: Death) -> bool {
+        if !self.net.kill(node, death) {
+            return false;
+        }
+        for group in &self.groups {
+            for (rank, _) in group.nodes.iter().enumerate().filter(|(_, member)| **member == node) {
+                group.rank_faces[rank].show(None, 0);
+                if rank == 0 {
+                    group.engine_face.show(Default::default());
+                }
+            }
+        }
+        for prefill in self.prefills.iter().filter(|prefill| prefill.node == node) {
+            prefill.engine_face.show(Default::default());
+        }
+        true
+    }
+
+    /// Starts a router, if it does not run.
+    pub(crate) fn boot_router(self: &Arc<Self>, idx: usize) {
+        let slot = &self.routers[idx];
+        if slot.life().is_some() {
+            return;
+        }
+        self.net.boot(slot.node);
+        let dial = SimDial {
+            net: self.net.clone(),
+            services: self.services.clone(),
+            from: slot.node,
+            shape: Arc::new(self.scenario.shape.clone()),
+        };
+        let lifecycle = Lifecycle::new();
+        let config = (self.scenario.workers, self.scenario.recovery);
+        let seed = Rng::new(self.scenario.seed, 5 + idx as u64).next();
+        let router = Arc::new(SimRouter::new(config, Arc::new(dial), &lifecycle, seed));
+        let source = WorkerSource::Cluster { coordinator: self.store(slot.node), keys: self.keys.clone() };
+        let follower = Arc::clone(&router);
+        self.net.spawn_on(slot.node, async move {
+            follower.follow(source, CancellationToken::new()).await;
+        });
+        let alive = CancellationToken::new();
+        *slot.life() = Some(RouterLife { router, alive, _lifecycle: lifecycle });
+    }
+
+    pub(crate) fn kill_router(&self, idx: usize) {
+        let slot = &self.routers[idx];
+        self.net.kill(slot.node, Death::Killed);
+        slot.kill();
+    }
+
+    /// A router that lives, and a token that is cancelled when it does not any more.
+    pub(crate) fn router(&self, idx: usize) -> Option<(Arc<SimRouter>, CancellationToken)> {
+        let life = self.routers[idx].life();
+        life.as_ref().map(|life| (Arc::clone(&life.router), life.alive.clone()))
+    }
+}
+
+impl RouterSlot {
+    fn life(&self) -> MutexGuard<'_, Option<RouterLife>> {
+        self.life.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the router, with all its outputs.
+    fn kill(&self) {
+        if let Some(life) = self.life().take() {
+            life.alive.cancel();
+            life.router.disconnect();
+        }
+    }
+}
+
+fn new_group(net: &Net, scenario: &Scenario, idx: usize) -> Group {
+    let shape = &scenario.shape;
+    let id = GroupId(format!("decode-{idx}"));
+    let first = net.add_node(format!("{id}-0"));
+    let others = (1..shape.n_ranks)
+        .map(|rank| if shape.ranks_apart { net.add_node(format!("{id}-{rank}")) } else { first });
+    let nodes: Vec<_> = std::iter::once(first).chain(others).collect();
+    let (sessions, inboxes) = nodes.iter().map(|_| mpsc::channel(4)).unzip::<_, _, Vec<_>, Vec<_>>();
+    let inboxes = inboxes.into_iter().map(tokio::sync::Mutex::new).collect();
+    let rank_faces = nodes.iter().map(|_| Default::default()).collect();
+    Group {
+        idx,
+        id,
+        nodes,
+        sessions: Arc::new(sessions),
+        inboxes: Arc::new(inboxes),
+        rank_faces,
+        engine_face: Default::default(),
+    }
+}
+
+fn check_equal<T: PartialEq + std::fmt::Debug>(what: &str, left: &T, right: &T) -> Result<(), String> {
+    if left == right { Ok(()) } else { Err(format!("{what} differ: {left:?} and {right:?}")) }
+}
