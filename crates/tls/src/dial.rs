@@ -2,19 +2,19 @@
 
 use std::{
     error::Error,
-    io,
     sync::Arc,
     task::{Context, Poll},
 };
 
 use futures::future::BoxFuture;
 use hyper_util::rt::TokioIo;
-use rustls::{ClientConfig, pki_types::ServerName};
+use rustls::pki_types::ServerName;
 use thiserror::Error;
 use tokio::{io::AsyncBufReadExt, net::TcpStream};
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tonic::{
     Status,
+    codegen::http::uri::Authority,
     transport::{Channel, Endpoint, Uri},
 };
 use tower::Service;
@@ -22,7 +22,7 @@ use tower::Service;
 use crate::{
     error::{HandshakeError, TlsError},
     files::{MemberConfigs, TlsFiles},
-    identity::{ClientTls, Identity},
+    identity::Identity,
     reload::Reloading,
     role::Role,
 };
@@ -85,8 +85,7 @@ impl Security {
     }
 
     fn parse(&self, endpoint: &str) -> Result<Uri, EndpointError> {
-        let form = || EndpointError::Form { endpoint: endpoint.to_owned(), scheme: self.scheme() };
-        let uri: Uri = endpoint.parse().map_err(|_| form())?;
+        let uri: Uri = endpoint.parse().map_err(|_| self.form(endpoint))?;
         match (uri.scheme_str(), self) {
             (Some("http"), Self::Mutual(_)) => {
                 Err(EndpointError::Unprotected { endpoint: endpoint.to_owned() })
@@ -99,8 +98,12 @@ impl Security {
             {
                 Ok(uri)
             }
-            _ => Err(form()),
+            _ => Err(self.form(endpoint)),
         }
+    }
+
+    fn form(&self, endpoint: &str) -> EndpointError {
+        EndpointError::Form { endpoint: endpoint.to_owned(), scheme: self.scheme() }
     }
 
     /// A connection with the process at `endpoint`, which must be `role`. It is made when it is first used, and again
@@ -115,36 +118,15 @@ impl Security {
         match self {
             Self::Plaintext => Ok(tune(Endpoint::from(uri)).connect_lazy()),
             Self::Mutual(identity) => {
-                let name = identity.server_name(role)?;
-                let caller = Caller::Member(Arc::clone(&identity.configs), name);
-                Ok(connect_lazy(&uri, tune, caller))
+                let configs = Arc::clone(&identity.configs);
+                let connector = Connector { configs, name: identity.server_name(role)? };
+                // tonic would insist on its own TLS for an https address. Requests still say what the address says.
+                let plain = format!("http://{}", uri.authority().map_or("", Authority::as_str));
+                let endpoint = Endpoint::from_shared(plain).map_err(|_| self.form(endpoint))?;
+                Ok(tune(endpoint).origin(uri).connect_with_connector_lazy(connector))
             }
         }
     }
-}
-
-impl ClientTls {
-    /// A connection with the server at `endpoint`, `https://host:port`, whose certificate must be for that host.
-    pub fn channel(
-        &self,
-        endpoint: &str,
-        tune: impl FnOnce(Endpoint) -> Endpoint,
-    ) -> Result<Channel, EndpointError> {
-        let uri: Option<Uri> = endpoint.parse().ok();
-        match uri {
-            Some(uri) if uri.scheme_str() == Some("https") && uri.host().is_some() => {
-                Ok(connect_lazy(&uri, tune, Caller::Client(Arc::clone(&self.config))))
-            }
-            _ => Err(EndpointError::Form { endpoint: endpoint.to_owned(), scheme: "https" }),
-        }
-    }
-}
-
-fn connect_lazy(uri: &Uri, tune: impl FnOnce(Endpoint) -> Endpoint, caller: Caller) -> Channel {
-    // tonic would insist on its own TLS for an https address. The requests still say what the address says.
-    let plain = uri.to_string().replacen("https://", "http://", 1);
-    let endpoint = Endpoint::from_shared(plain).expect("an address stays one with another scheme");
-    tune(endpoint).origin(uri.clone()).connect_with_connector_lazy(Connector { caller })
 }
 
 /// Finds what `error` of a call says about a handshake, however deep.
@@ -159,19 +141,11 @@ pub fn handshake_error(status: &Status) -> Option<&HandshakeError> {
     None
 }
 
-/// Whose certificate is shown, and what the other must be.
+/// Makes connections for tonic: shows this process's certificate to a process that must have `name` in its own.
 #[derive(Clone)]
-enum Caller {
-    /// A member, to another whose name it knows.
-    Member(Arc<Reloading<MemberConfigs>>, ServerName<'static>),
-    /// A client, to a host that has its own name in its certificate.
-    Client(Arc<Reloading<Arc<ClientConfig>>>),
-}
-
-/// Makes connections for tonic.
-#[derive(Clone)]
-struct Connector {
-    caller: Caller,
+pub(crate) struct Connector {
+    pub(crate) configs: Arc<Reloading<MemberConfigs>>,
+    pub(crate) name: ServerName<'static>,
 }
 
 impl Service<Uri> for Connector {
@@ -184,38 +158,29 @@ impl Service<Uri> for Connector {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        let caller = self.caller.clone();
-        Box::pin(async move { caller.connect(&uri).await.map(TokioIo::new) })
+        let connector = self.clone();
+        Box::pin(async move { connector.connect(&uri).await.map(TokioIo::new) })
     }
 }
 
-impl Caller {
-    async fn connect(self, uri: &Uri) -> Result<TlsStream<TcpStream>, HandshakeError> {
+impl Connector {
+    pub(crate) async fn connect(self, uri: &Uri) -> Result<TlsStream<TcpStream>, HandshakeError> {
         let host = uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']');
         let tcp =
             TcpStream::connect((host, uri.port_u16().unwrap_or(443))).await.map_err(HandshakeError::Io)?;
         tcp.set_nodelay(true).map_err(HandshakeError::Io)?;
-        match self {
-            Self::Member(configs, name) => {
-                let config = Arc::clone(&configs.current().await.client);
-                let connected = TlsConnector::from(config).connect(name, tcp).await;
-                accepted(connected.map_err(HandshakeError::from_io)?).await
-            }
-            Self::Client(config) => {
-                let name = ServerName::try_from(host.to_owned()).map_err(|error| {
-                    HandshakeError::Io(io::Error::new(io::ErrorKind::InvalidInput, error))
-                })?;
-                let config = Arc::clone(&*config.current().await);
-                TlsConnector::from(config).connect(name, tcp).await.map_err(HandshakeError::from_io)
-            }
-        }
+        let config = Arc::clone(&self.configs.current().await.client);
+        let connected = TlsConnector::from(config).connect(self.name, tcp).await;
+        accepted(connected.map_err(HandshakeError::from_io)?).await
     }
 }
 
 /// Waits until the server has accepted this side's certificate. In TLS 1.3 it judges after the client has finished, so
 /// a refusal would else be an error of the first call and not of the connection. A member's server speaks first: the
 /// settings of HTTP/2.
-async fn accepted(mut stream: TlsStream<TcpStream>) -> Result<TlsStream<TcpStream>, HandshakeError> {
+pub(crate) async fn accepted(
+    mut stream: TlsStream<TcpStream>,
+) -> Result<TlsStream<TcpStream>, HandshakeError> {
     let is_closed = stream.fill_buf().await.map_err(HandshakeError::from_io)?.is_empty();
     if is_closed { Err(HandshakeError::Closed) } else { Ok(stream) }
 }

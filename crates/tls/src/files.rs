@@ -95,23 +95,11 @@ impl TlsFiles {
 
         let client = ClientConfig::builder_with_provider(provider()).with_protocol_versions(&[&TLS13]);
         let client = client.map_err(|error| self.cert_error(error))?.with_root_certificates(roots);
-        let client = self.finish_client(client.with_client_auth_cert(chain, key))?;
-        Ok(MemberConfigs { server: Arc::new(server), client: Arc::new(client) })
-    }
-
-    /// The calling end for servers that are no members, with the versions of TLS that they may speak.
-    pub(crate) fn client(&self, pem: &[Vec<u8>]) -> Result<ClientConfig, TlsError> {
-        let (roots, chain, key) = self.parts(pem)?;
-        let client = ClientConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
-        let client = client.map_err(|error| self.cert_error(error))?.with_root_certificates(roots);
-        self.finish_client(client.with_client_auth_cert(chain, key))
-    }
-
-    fn finish_client(&self, client: Result<ClientConfig, Error>) -> Result<ClientConfig, TlsError> {
+        let client = client.with_client_auth_cert(chain, key);
         let mut client = client.map_err(|error| self.cert_error(error))?;
         client.resumption = Resumption::disabled();
         client.alpn_protocols = vec![H2.to_vec()];
-        Ok(client)
+        Ok(MemberConfigs { server: Arc::new(server), client: Arc::new(client) })
     }
 
     fn parts(

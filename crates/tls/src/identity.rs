@@ -1,8 +1,8 @@
-//! Certificates in use: of a member of the cluster, of a client of others, of a public face.
+//! Certificates in use: of a member of the cluster, and of a public face.
 
 use std::{fmt, sync::Arc, time::Duration};
 
-use rustls::{ClientConfig, ServerConfig, pki_types::ServerName};
+use rustls::{ServerConfig, pki_types::ServerName};
 
 use crate::{
     error::TlsError,
@@ -55,21 +55,6 @@ impl Identity {
     }
 }
 
-/// Who this process is to servers outside the cluster, which are known by the names of their hosts: etcd.
-#[derive(Clone)]
-pub struct ClientTls {
-    pub(crate) config: Arc<Reloading<Arc<ClientConfig>>>,
-}
-
-impl ClientTls {
-    /// Reads the files.
-    pub fn load(files: &TlsFiles) -> Result<Self, TlsError> {
-        let owned = files.clone();
-        let parse = move |pem: &[Vec<u8>]| owned.client(pem).map(Arc::new);
-        Ok(Self { config: Reloading::load(files.paths(), CHECK_INTERVAL, parse)? })
-    }
-}
-
 /// What a public face shows to clients.
 #[derive(Clone)]
 pub struct FaceTls {
@@ -94,12 +79,6 @@ impl FaceTls {
 impl fmt::Debug for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Identity({})", self.role.dns_name(&self.cluster))
-    }
-}
-
-impl fmt::Debug for ClientTls {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("ClientTls(..)")
     }
 }
 

@@ -28,6 +28,9 @@ pub use access::{ANY_ROLE, Access, Guard, GuardLayer};
 pub use dial::{EndpointError, Security, handshake_error};
 pub use error::{HandshakeError, TlsError};
 pub use files::{FaceFiles, TlsFiles};
-pub use identity::{ClientTls, FaceTls, Identity};
+pub use identity::{FaceTls, Identity};
 pub use listen::{Conn, Listener, Peer};
 pub use role::Role;
+
+#[cfg(test)]
+mod tests;

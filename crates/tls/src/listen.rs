@@ -50,7 +50,7 @@ pub struct Listener {
 }
 
 #[derive(Clone)]
-enum Protection {
+pub(crate) enum Protection {
     None,
     Member(Identity),
     Face(FaceTls),
@@ -133,7 +133,11 @@ impl Listener {
 }
 
 impl Protection {
-    async fn welcome(self, tcp: TcpStream, addr: SocketAddr) -> (SocketAddr, Result<Conn, HandshakeError>) {
+    pub(crate) async fn welcome(
+        self,
+        tcp: TcpStream,
+        addr: SocketAddr,
+    ) -> (SocketAddr, Result<Conn, HandshakeError>) {
         let done = timeout(HANDSHAKE_TIMEOUT, self.shake(tcp, addr)).await;
         (addr, done.unwrap_or(Err(HandshakeError::Timeout(HANDSHAKE_TIMEOUT))))
     }
