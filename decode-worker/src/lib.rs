@@ -17,9 +17,10 @@ use std::{
     time::Duration,
 };
 
+use futures::future::select_all;
 use longreach_cluster::{
     Backoff, Coordinator, DecodeRegistration, GroupId, Key, KeyError, KeySpace, Record, Registration,
-    RegistrationSpec, RegistrationState,
+    RegistrationSpec, RegistrationState, superseded,
 };
 use longreach_engine::{
     BuildError, DecodeGroup, EngineConfig, EngineHandle, KvDoor, Model, Rank,
@@ -328,13 +329,23 @@ impl DecodeWorker {
             backoff: Backoff::default(),
             seen: Epoch(0),
         };
-        let closing = shutdown.clone();
-        tasks.spawn(async move {
-            closing.cancelled().await;
+        // What ends the process besides its shutdown: another one that has its name.
+        let rivals: Vec<_> =
+            formation.registrations.values().cloned().map(superseded).map(Box::pin).collect();
+        let end = shutdown.child_token();
+        let closing = end.clone();
+        let rival = tasks.spawn(async move {
+            // Both arms only wait.
+            let rival = tokio::select! {
+                () = closing.cancelled() => None,
+                (by, ..) = select_all(rivals) => Some(by),
+            };
             readiness.draining();
             gate.close();
+            closing.cancel();
+            rival
         });
-        let drained = formation.run(&shutdown, &leave).await;
+        let drained = formation.run(&end, &leave).await;
         leave.cancel();
         close.cancel();
         tasks.close();
@@ -342,8 +353,14 @@ impl DecodeWorker {
         for server in servers {
             outcome = outcome.and(server.await.map_err(|error| error.to_string()).and_then(|result| result));
         }
-        // The formation ends with the shutdown only, so the task that waits for it has ended too.
+        // The formation ends with `end` only, so the task that waits for it has ended too.
         tasks.wait().await;
+        if let Ok(Some(by)) = rival.await {
+            return Err(format!(
+                "another process registered under the name of a rank of this one, as incarnation {by}: a group has \
+                 one process for each rank"
+            ));
+        }
         outcome.map(|()| drained)
     }
 }

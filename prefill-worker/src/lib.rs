@@ -8,7 +8,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use longreach_cluster::{
     Backoff, Coordinator, Key, KeyError, KeySpace, PrefillRegistration, Record, Registration,
-    RegistrationSpec, RegistrationState,
+    RegistrationSpec, RegistrationState, superseded,
 };
 use longreach_engine::{
     BuildError, EngineConfig, EngineHandle, GrpcTransport, Model, RunningEngine,
@@ -156,14 +156,17 @@ impl PrefillWorker {
         let registration =
             Registration::spawn(&coordinator, spec).map_err(|error| format!("registering: {error}"))?;
         tasks.spawn(release_when_registered(hold, registration.state(), leave.clone()));
+        let rival = superseded(registration.state());
         tasks.spawn(registration.until(leave.clone()));
         readiness.started();
 
-        // Both arms only wait. A failed engine can serve nobody.
-        tokio::select! {
-            () = shutdown.cancelled() => {}
-            _failed = engine.handle.wait_for(|info| info.failure.is_some()) => {}
-        }
+        // All arms only wait. A failed engine can serve nobody, and nobody sends to a worker without its name.
+        let ended = tokio::select! {
+            () = shutdown.cancelled() => Ok(()),
+            _failed = engine.handle.wait_for(|info| info.failure.is_some()) => Ok(()),
+            by = rival => Err(format!("another process registered under this worker's name, as incarnation {by}: \
+                give every worker a name of its own")),
+        };
         readiness.draining();
         leave.cancel();
         gate.close();
@@ -174,6 +177,7 @@ impl PrefillWorker {
         tasks.close();
         let served = server.await.map_err(|error| error.to_string());
         tasks.wait().await;
+        ended?;
         failure.map_or(stopped, Err)?;
         served?.map_err(|error| error.to_string())?;
         Ok(drained)

@@ -144,7 +144,12 @@ impl Part {
     /// Drains, as on SIGTERM, and waits for the end.
     pub async fn drain(self) -> Result<(), Error> {
         self.shutdown.cancel();
-        Ok(tokio::time::timeout(PATIENCE, self.serving).await???)
+        Ok(self.ended().await??)
+    }
+
+    /// Waits until the part ends by itself, and says how.
+    pub async fn ended(self) -> Result<Result<(), String>, Error> {
+        Ok(tokio::time::timeout(PATIENCE, self.serving).await??)
     }
 }
 

@@ -128,3 +128,16 @@ async fn a_rank_that_does_not_fit_is_kept_out_until_one_does() -> Result<(), Err
     }
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_two_processes_with_one_name_the_older_ends_and_says_why() -> Result<(), Error> {
+    let parts = Parts::new(ServedModel::golden("llama", Some(512))?)?;
+    let engine = tiny_engine(1, 1);
+    let mut older = parts.rank("a", 0, engine.clone()).await?;
+    older.serves().await?;
+    let mut newer = parts.rank("a", 0, engine).await?;
+    let error = older.part.ended().await?.err().ok_or("the older of two went on")?;
+    assert!(error.contains("another process registered"), "{error}");
+    newer.serves().await?;
+    newer.part.drain().await
+}

@@ -35,7 +35,7 @@ pub use keys::{GroupId, Key, KeyError, KeySpace, Prefix};
 pub use member::{MemberEvent, Membership};
 pub use memory::{MemoryConfig, MemoryCoordinator, Outage};
 pub use record::{DecodeRegistration, EpochRecord, PrefillRegistration, ReadyRecord, Record, RecordError};
-pub use registration::{Registration, RegistrationSpec, RegistrationState, register};
+pub use registration::{Registration, RegistrationSpec, RegistrationState, register, superseded};
 pub use view::{Delta, View};
 pub use watcher::{WatchEvent, Watcher};
 

@@ -126,6 +126,18 @@ pub async fn register<F>(
     registrar.leave().await;
 }
 
+/// Resolves with the life that took a worker's name over, if one ever does.
+pub async fn superseded(mut state: watch::Receiver<RegistrationState>) -> Incarnation {
+    loop {
+        if let RegistrationState::Superseded { by } = *state.borrow_and_update() {
+            return by;
+        }
+        if state.changed().await.is_err() {
+            return std::future::pending().await;
+        }
+    }
+}
+
 struct Registrar<F> {
     coordinator: Arc<dyn Coordinator>,
     spec: RegistrationSpec<F>,
