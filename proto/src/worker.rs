@@ -4,6 +4,8 @@ mod client;
 mod convert;
 mod server;
 mod types;
+#[doc(hidden)]
+pub mod wire;
 
 pub use client::{ClientStream, DecodeClient, KvClient, PrefillClient};
 pub use server::{

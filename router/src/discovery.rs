@@ -54,7 +54,7 @@ impl WorkerSource {
 
 /// The workers of a cluster, as its membership names them.
 #[derive(Default)]
-struct Roster {
+pub(crate) struct Roster {
     groups: BTreeMap<GroupId, Address>,
     prefills: BTreeMap<WorkerId, Address>,
 }
@@ -90,7 +90,13 @@ fn fixed(endpoints: Vec<String>) -> Vec<Address> {
 }
 
 impl Roster {
-    fn apply(&mut self, change: MemberEvent) {
+    /// Where the workers are.
+    pub(crate) fn endpoints(&self) -> impl Iterator<Item = &String> {
+        self.groups.values().chain(self.prefills.values()).map(|address| &address.endpoint)
+    }
+
+    /// Takes note of `change`.
+    pub(crate) fn apply(&mut self, change: MemberEvent) {
         match change {
             MemberEvent::PrefillJoined(worker) => {
                 let address = Address {

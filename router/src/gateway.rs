@@ -174,7 +174,8 @@ impl Gateway {
     }
 }
 
-fn encode(text: &TextModel, prompt: PromptDraft) -> Result<Vec<TokenId>, ServiceError> {
+/// The tokens of a prompt.
+pub(crate) fn encode(text: &TextModel, prompt: PromptDraft) -> Result<Vec<TokenId>, ServiceError> {
     match prompt {
         PromptDraft::Tokens(ids) => Ok(ids.into_iter().map(TokenId).collect()),
         PromptDraft::Text(prompt) => {

@@ -24,6 +24,7 @@ use self::convert::{Incoming, Shown, StreamEvent};
 pub(crate) use self::models::ModelFace;
 use crate::{
     call::CallContext, error::ServiceError, gateway::Gateway, http::StreamConfig, output::Generation,
+    request::Draft,
 };
 
 /// The services' full names, for health checks.
@@ -166,6 +167,11 @@ impl GrpcFace {
         });
         Ok(Response::new(Box::pin(events)))
     }
+}
+
+/// What a generating message asks for.
+pub(crate) fn parse(message: impl Incoming) -> Result<Draft, ServiceError> {
+    message.into_parts().into_draft()
 }
 
 /// The call that came with `metadata`. A name in the message counts before one in the metadata.

@@ -203,6 +203,16 @@ impl HttpFace {
     }
 }
 
+/// A body of `/v1/chat/completions`.
+pub(crate) fn parse_chat(body: &[u8]) -> Result<Draft, ServiceError> {
+    Body::parse(body).and_then(Body::into_chat)
+}
+
+/// A body of `/v1/completions`.
+pub(crate) fn parse_completion(body: &[u8]) -> Result<Draft, ServiceError> {
+    Body::parse(body).and_then(Body::into_completion)
+}
+
 /// The error object of `error`.
 fn error_body(error: &ServiceError) -> ErrorBody {
     let class = error.class();
@@ -217,7 +227,7 @@ fn error_body(error: &ServiceError) -> ErrorBody {
 }
 
 /// `error` as a whole answer.
-fn error_response(error: &ServiceError) -> Response {
+pub(crate) fn error_response(error: &ServiceError) -> Response {
     let status = StatusCode::from_u16(error.class().http_status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut response = (status, Json(error_body(error))).into_response();
     if let Some(delay) = error.retry_after() {

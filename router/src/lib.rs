@@ -20,6 +20,8 @@ mod config;
 mod discovery;
 mod dispatch;
 mod error;
+#[doc(hidden)]
+pub mod fuzzing;
 mod gateway;
 mod grpc;
 mod health;

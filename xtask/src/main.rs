@@ -12,6 +12,7 @@ mod arrows;
 mod ci;
 mod etcd;
 mod failure;
+mod fuzz;
 mod interop;
 mod process;
 mod python;
@@ -32,7 +33,9 @@ usage: cargo xtask <task>
   tidy          house rules: sizes, words, docs, manifests, where unsafe may be
   arrows        crate dependencies against the table in ARCHITECTURE.md
   etcd          installs the etcd server that tests start, where it is missing
-  interop       a cluster on this machine against the Python clients of tests/python";
+  interop       a cluster on this machine against the Python clients of tests/python
+  fuzz [--seconds N] [TARGET…]
+                the parsers of outside bytes under libFuzzer, each for N seconds (60); needs a nightly toolchain";
 
 /// Exit code of a command line that cannot be understood (`EX_USAGE`).
 const EXIT_USAGE: u8 = 64;
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
         ["arrows"] => arrows::run,
         ["etcd"] => |_| etcd::install(),
         ["interop"] => ci::interop,
+        ["fuzz", ..] => fuzz::run,
         _ => {
             eprintln!("{USAGE}");
             return ExitCode::from(EXIT_USAGE);

@@ -22,6 +22,8 @@ mod transport;
 pub use comm::{AbortHandle, CommConfig, Communicator, WaitPolicy};
 pub use error::{Call, CommError, Op};
 pub use local::{LocalCommunicator, local_group};
+#[doc(hidden)]
+pub use tcp::fuzzing;
 pub use tcp::{ConnectCancel, ConnectError, ControlEnd, TcpCommunicator, TcpConfig, TcpGroup, random_secret};
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use crate::{
 };
 
 /// The parts that every generating request has.
-pub(super) struct IncomingParts {
+pub(crate) struct IncomingParts {
     pub(super) model: String,
     pub(super) request_id: String,
     pub(super) prompt: Option<pb::Prompt>,
@@ -22,7 +22,7 @@ pub(super) struct IncomingParts {
 }
 
 /// A generating request.
-pub(super) trait Incoming: Send + 'static {
+pub(crate) trait Incoming: Send + 'static {
     /// Its parts.
     fn into_parts(self) -> IncomingParts;
 }

@@ -136,6 +136,11 @@ impl Greeting {
         }
     }
 
+    /// The same greeting with another proof.
+    pub(super) fn proved(self, proof: [u8; 32]) -> Self {
+        Self { proof, ..self }
+    }
+
     /// The greeting that confirms this one.
     pub(super) fn confirm(self, proof: [u8; 32]) -> Self {
         Self { kind: Kind::Confirm as u8, proof, ..self }
@@ -171,7 +176,7 @@ impl Greeting {
         bytes
     }
 
-    fn decode(bytes: &[u8; GREETING_BYTES]) -> Self {
+    pub(super) fn decode(bytes: &[u8; GREETING_BYTES]) -> Self {
         let half = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
         Self {
             magic: half(0),

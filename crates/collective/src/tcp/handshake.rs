@@ -23,7 +23,7 @@ use tracing::{debug, info, warn};
 
 use super::{
     TcpConfig,
-    greeting::{Greeting, Kind, Said, Side, Unfit},
+    greeting::{GREETING_BYTES, Greeting, Kind, Said, Side, Unfit},
 };
 use crate::{error::CommError, transport::MAX_RANKS};
 
@@ -295,6 +295,22 @@ impl Meeting<'_> {
         let left = waited.saturating_sub(self.start.elapsed());
         if left.is_zero() { Err(ConnectError::Timeout { waited, missing }) } else { Ok(left) }
     }
+}
+
+/// Whether `bytes` are a greeting of a rank that could dial the one of `config`, and its proof one of this very
+/// greeting.
+pub(super) fn is_member(bytes: &[u8; GREETING_BYTES], config: &TcpConfig) -> bool {
+    let hello = Greeting::decode(bytes);
+    let meeting = Meeting { config, start: Instant::now(), found: Connections::default() };
+    let said = Said { hello: &hello, answer: &hello };
+    meeting.expected(&hello).is_some() && said.is_proved(&config.secret, Side::Dialer, &hello.proof)
+}
+
+/// A greeting of `config`'s rank that [`is_member`] accepts.
+pub(super) fn member(config: &TcpConfig) -> [u8; GREETING_BYTES] {
+    let hello = Greeting::expected(config, config.rank, Kind::Data);
+    let proof = Said { hello: &hello, answer: &hello }.prove(&config.secret, Side::Dialer);
+    hello.proved(proof).encode()
 }
 
 /// A pause between two attempts.

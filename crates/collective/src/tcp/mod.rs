@@ -12,6 +12,8 @@
 //! thread drives them all, frames of a connection arrive in the order in which they are wanted.
 
 mod frame;
+#[doc(hidden)]
+pub mod fuzzing;
 mod greeting;
 mod handshake;
 mod mesh;

@@ -1,0 +1,4 @@
+//! libFuzzer over `longreach_fuzz`'s target of this name.
+#![no_main]
+
+longreach_fuzz_targets::fuzz!(collective);
