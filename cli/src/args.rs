@@ -1,8 +1,9 @@
 //! What people may type.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, path::PathBuf};
 
 use clap::{Args, Parser, Subcommand};
+use longreach::certs::CertRequest;
 use longreach_engine::EngineConfig;
 use longreach_kernels::Isa;
 use longreach_prefill::PrefillSettings;
@@ -37,6 +38,8 @@ pub(crate) enum OwnCommand {
     Chat(ChatArgs),
     /// Run the engines on one prompt, with no servers.
     Generate(GenerateArgs),
+    /// Make a development CA and a certificate for each role.
+    Certs(CertsArgs),
     /// One rank of a decode group, started by another command of this program.
     #[command(hide = true)]
     Rank(RankArgs),
@@ -163,6 +166,36 @@ pub(crate) struct GenerateArgs {
     /// Print one JSON object instead of text.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct CertsArgs {
+    /// Where the files go.
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// A host name or address under which clients know the router; may be given again. localhost is always there.
+    #[arg(long = "name", value_name = "HOST")]
+    names: Vec<String>,
+    /// The cluster whose roles get the certificates.
+    #[arg(long, default_value = "default", value_name = "NAME")]
+    cluster: String,
+    /// How long the certificates are good.
+    #[arg(long, default_value_t = 30, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=3650))]
+    days: u16,
+    /// Replace files that are there.
+    #[arg(long)]
+    force: bool,
+}
+
+impl CertsArgs {
+    /// Makes the files, and says how they are used.
+    pub(crate) fn run(self) -> Result<(), CliError> {
+        let Self { out, names, cluster, days, force } = self;
+        let request = CertRequest { out, names, cluster, days, force };
+        let made = request.write().map_err(|error| CliError::start(&error))?;
+        println!("{made}");
+        Ok(())
+    }
 }
 
 #[derive(Clone, Debug, Args)]

@@ -1,3 +1,4 @@
 //! The parts of the command that tests use too.
 
+pub mod certs;
 pub mod local;

@@ -18,6 +18,7 @@ use longreach_engine::{EngineConfig, Model};
 use longreach_prefill::{PrefillConfig, PrefillWorker};
 use longreach_router::{BoundRouter, RouterConfig, WorkerSource};
 use longreach_text::TextModel;
+use longreach_tls::Security;
 use tokio::task::{JoinError, JoinSet};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
@@ -25,8 +26,8 @@ use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
 
-/// Name of the cluster in its store, which nobody else sees.
-const CLUSTER_NAME: &str = "local";
+/// Name of the cluster in its store, which nobody else sees, and in certificates.
+pub const CLUSTER_NAME: &str = "local";
 
 /// Workers listen on free ports of this machine only.
 const LOOPBACK: SocketAddr = SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0));
@@ -45,8 +46,19 @@ pub struct LocalConfig {
     pub n_prefills: u16,
     /// The router, with the addresses that clients use.
     pub router: RouterConfig,
+    /// Who the workers are to each other and to the router, whose own is in its configuration.
+    pub security: WorkerSecurity,
     /// How long workers may finish what they have once the router is done. Longer finishes more; shorter ends sooner.
     pub worker_grace: Duration,
+}
+
+/// The certificates of the two kinds of workers. The default is without TLS.
+#[derive(Clone, Debug, Default)]
+pub struct WorkerSecurity {
+    /// Of the decode group.
+    pub decode: Security,
+    /// Of the prefill workers.
+    pub prefill: Security,
 }
 
 /// A cluster that is loaded and listens, and does not serve yet.
@@ -112,7 +124,14 @@ impl LocalConfig {
         // No balancer stands before this router that would have to hear of its end first.
         router.serving.drain_notice = Duration::ZERO;
         let worker_grace = Duration::from_secs(10);
-        Self { prefill_threads: engine.n_threads, engine, n_prefills: 1, router, worker_grace }
+        Self {
+            prefill_threads: engine.n_threads,
+            engine,
+            n_prefills: 1,
+            router,
+            security: WorkerSecurity::default(),
+            worker_grace,
+        }
     }
 }
 
@@ -128,7 +147,7 @@ impl LocalCluster {
     where
         P: Fn(usize, usize) + Send + Sync + 'static,
     {
-        let LocalConfig { engine, prefill_threads, n_prefills, router, worker_grace } = config;
+        let LocalConfig { engine, prefill_threads, n_prefills, router, security, worker_grace } = config;
         let keys = KeySpace::new(CLUSTER_NAME)?;
         let coordinator: Arc<dyn Coordinator> = Arc::new(MemoryCoordinator::default());
         let cluster = Cluster { coordinator: Arc::clone(&coordinator), keys: keys.clone() };
@@ -138,6 +157,7 @@ impl LocalCluster {
             addr: LOOPBACK,
             advertise: None,
             http_addr: None,
+            security: security.decode,
             engine: engine.clone(),
             formation: FormationConfig::default(),
             drain_grace: worker_grace,
@@ -147,6 +167,7 @@ impl LocalCluster {
         let mut prefills = Vec::new();
         for idx in 0..n_prefills {
             let prefill = PrefillConfig {
+                security: security.prefill.clone(),
                 drain_grace: worker_grace,
                 ..PrefillConfig::new(format!("prefill-{idx}"), engine.clone())
             };

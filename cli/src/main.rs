@@ -48,6 +48,7 @@ fn run(command: OwnCommand) -> Result<(), CliError> {
             OwnCommand::Up(args) => up::run(args).await,
             OwnCommand::Chat(args) => chat::run(args).await,
             OwnCommand::Generate(args) => generate::run(args).await,
+            OwnCommand::Certs(args) => args.run(),
             OwnCommand::Rank(args) => ranks::run_child(args).await,
         }
     })

@@ -12,6 +12,7 @@ use longreach_engine::{
     serve::Door,
 };
 use longreach_proto::worker::kv_server;
+use longreach_tls::Security;
 use longreach_types::Epoch;
 use serde::{Deserialize, Serialize};
 use tokio::{
@@ -68,7 +69,7 @@ struct Bound {
 
 async fn bind() -> Result<Bound, CliError> {
     let peer = std::net::TcpListener::bind(FREE).map_err(|error| CliError::start(&error))?;
-    let door = Door::open(FREE).await.map_err(|error| CliError::start(&error))?;
+    let door = Door::open(FREE, Security::Plaintext).await.map_err(|error| CliError::start(&error))?;
     let peer_addr = peer.local_addr().map_err(|error| CliError::start(&error))?;
     let addrs = RankAddrs { peer: peer_addr, kv: door.endpoint() };
     Ok(Bound { peer, door, addrs })

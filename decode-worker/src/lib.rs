@@ -28,6 +28,7 @@ use longreach_engine::{
 };
 use longreach_proto::worker::{decode_server, kv_server};
 use longreach_service::{AdminBindError, Hold, ReadinessCell, config::Advertise};
+use longreach_tls::Security;
 use longreach_types::{Epoch, WorkerId};
 use longreach_worker::Ops;
 use tokio::sync::watch;
@@ -72,6 +73,8 @@ pub struct DecodeConfig {
     pub advertise: Option<Advertise>,
     /// Where health and metrics are served over HTTP; nowhere unless set.
     pub http_addr: Option<SocketAddr>,
+    /// Who may call its services. Operators' addresses and the links between ranks are never with TLS.
+    pub security: Security,
     /// The engine; its shape is the group's.
     pub engine: EngineConfig,
     /// How the group comes together.
@@ -149,6 +152,7 @@ impl DecodeConfig {
             addr: SocketAddr::from(([127, 0, 0, 1], 0)),
             advertise: None,
             http_addr: None,
+            security: Security::Plaintext,
             engine,
             formation: FormationConfig::default(),
             drain_grace: Duration::from_secs(60),
@@ -179,7 +183,7 @@ impl DecodeConfig {
         let (mut doors, mut members) = (Vec::new(), Vec::new());
         for rank in ranks {
             let port = if doors.is_empty() { self.addr.port() } else { 0 };
-            let door = Door::open(SocketAddr::new(self.addr.ip(), port)).await?;
+            let door = Door::open(SocketAddr::new(self.addr.ip(), port), self.security.clone()).await?;
             let authority = match doors.is_empty() {
                 true => Advertise::authority(self.advertise.as_ref(), door.addr),
                 false => self.beside(door.addr),
@@ -190,7 +194,7 @@ impl DecodeConfig {
                 rank,
                 n_ranks,
                 dcp_size: self.engine.shape.dcp_size(),
-                endpoint: format!("http://{authority}"),
+                endpoint: format!("{}://{authority}", self.security.scheme()),
                 peer_addr: peer_addr.clone(),
                 layout_hash: layout_hash.clone(),
             });

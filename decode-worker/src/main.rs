@@ -10,6 +10,7 @@ use longreach_model::files::ModelFiles;
 use longreach_service::{
     ByteSize, Exit, LogConfig, Signals, init_tracing, parse_args, parse_duration, serve_until_signal,
 };
+use longreach_tls::Security;
 use longreach_types::{GroupShape, KvDtype};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
@@ -97,6 +98,7 @@ async fn run(args: Args, shape: GroupShape) -> Result<(), String> {
         addr: args.addr,
         advertise: None,
         http_addr: None,
+        security: Security::Plaintext,
         engine,
         formation: FormationConfig::default(),
         drain_grace: args.drain_grace,

@@ -17,6 +17,7 @@ use longreach_engine::{
 };
 use longreach_proto::worker::prefill_server;
 use longreach_service::{AdminBindError, Hold, config::Advertise};
+use longreach_tls::Security;
 use longreach_types::{GroupShape, WorkerId};
 use longreach_worker::Ops;
 use tokio::{runtime::Handle, sync::watch};
@@ -40,6 +41,8 @@ pub struct PrefillConfig {
     pub advertise: Option<Advertise>,
     /// Where health and metrics are served over HTTP; nowhere unless set.
     pub http_addr: Option<SocketAddr>,
+    /// Who may call it, and who it is to ranks. An operator's address is never with TLS.
+    pub security: Security,
     /// The engine; a prefill worker is a group of one whatever the shape says.
     pub engine: EngineConfig,
     /// How long the worker's registration outlives it, or trouble of the cluster's store.
@@ -86,6 +89,7 @@ impl PrefillConfig {
             addr: SocketAddr::from(([127, 0, 0, 1], 0)),
             advertise: None,
             http_addr: None,
+            security: Security::Plaintext,
             engine,
             lease_ttl: Duration::from_secs(30),
             drain_grace: Duration::from_secs(60),
@@ -101,12 +105,12 @@ impl PrefillConfig {
     ) -> Result<PrefillWorker, StartError> {
         self.engine.shape = GroupShape::SINGLE;
         let key = keys.encode(&Key::Prefill(WorkerId(self.worker_id.clone())))?;
-        let door = Door::open(self.addr).await?;
+        let door = Door::open(self.addr, self.security.clone()).await?;
         let ops = Ops::open("prefill", self.http_addr).await?;
         let layout_hash = model.layout_hash(&self.engine);
         let (model, config, runtime) = (model.clone(), self.engine.clone(), Handle::current());
-        let start =
-            move || start_prefill(&model, &config, Arc::new(GrpcTransport::default()), &runtime, &progress);
+        let transport = Arc::new(GrpcTransport::new(self.security.clone()));
+        let start = move || start_prefill(&model, &config, transport, &runtime, &progress);
         let engine = tokio::task::spawn_blocking(start).await??;
         let handle = engine.handle.clone();
         ops.register_engine(move || Some(handle.info()));
@@ -115,9 +119,10 @@ impl PrefillConfig {
 }
 
 impl PrefillWorker {
-    /// Where others find the worker, `http://host:port`.
+    /// Where others find the worker, `http://host:port`, or `https` with TLS.
     pub fn endpoint(&self) -> String {
-        format!("http://{}", Advertise::authority(self.config.advertise.as_ref(), self.door.addr))
+        let authority = Advertise::authority(self.config.advertise.as_ref(), self.door.addr);
+        format!("{}://{authority}", self.config.security.scheme())
     }
 
     /// Where operators ask over HTTP.

@@ -1,6 +1,7 @@
 //! A prefill worker's process, from its settings to its end.
 
 use longreach_service::{Exit, RoleError, Signals, serve_until_signal};
+use longreach_tls::Role;
 use longreach_worker::open_model;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
@@ -11,7 +12,9 @@ use crate::PrefillSettings;
 pub async fn run(settings: PrefillSettings, mut signals: Signals) -> Result<Exit, RoleError> {
     let (coordinator, keys) = (settings.cluster.coordinator()?, settings.cluster.keys()?);
     let model = open_model(settings.model()?).await?;
-    let worker = settings.worker().build(&model, &keys, |_, _| {}).await.map_err(RoleError::failed)?;
+    let mut config = settings.worker();
+    config.security = settings.tls.security(&settings.cluster.name, Role::Prefill)?;
+    let worker = config.build(&model, &keys, |_, _| {}).await.map_err(RoleError::failed)?;
     info!(endpoint = worker.endpoint(), http_addr = ?worker.http_addr(), "prefill worker serves");
     let shutdown = CancellationToken::new();
     let on_signal = |signal| info!(%signal, "draining; once more ends it at once");

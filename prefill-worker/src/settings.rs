@@ -5,8 +5,9 @@ use std::{net::SocketAddr, path::PathBuf};
 use clap::Args;
 use longreach_service::{
     ConfigError, Settings,
-    config::{Advertise, ClusterSection, Text},
+    config::{Advertise, ClusterSection, Text, TlsSection},
 };
+use longreach_tls::Security;
 use longreach_types::GroupShape;
 use longreach_worker::{EngineSection, WorkerDrainSection};
 use serde::{Deserialize, Serialize};
@@ -41,6 +42,9 @@ pub struct PrefillSettings {
     /// The cluster that the worker is part of.
     #[command(flatten)]
     pub cluster: ClusterSection,
+    /// Who the worker is to the others of the cluster.
+    #[command(flatten)]
+    pub tls: TlsSection,
     /// How the worker computes and what it may hold.
     #[command(flatten)]
     pub engine: EngineSection,
@@ -53,6 +57,7 @@ impl Settings for PrefillSettings {
     fn validate(&self) -> Result<(), ConfigError> {
         self.model()?;
         self.cluster.validate()?;
+        self.tls.files()?;
         if self.cluster.is_shared() && self.name.is_none() {
             return Err(ConfigError::Missing { key: "name" });
         }
@@ -79,6 +84,8 @@ impl PrefillSettings {
             addr: self.addr,
             advertise: self.advertise.clone().map(|Text(advertise)| advertise),
             http_addr: self.http_addr,
+            // Files are read by `run`: what is said here must not depend on them.
+            security: Security::Plaintext,
             engine: self.engine.config(GroupShape::SINGLE, n_cores),
             lease_ttl: self.cluster.lease_ttl.0,
             drain_grace: self.drain.grace.0,

@@ -4,6 +4,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use longreach_service::{DrainConfig, Lifecycle};
 use longreach_text::TextModel;
+use longreach_tls::{FaceTls, Security};
 use tokio::sync::Semaphore;
 
 use crate::{
@@ -40,6 +41,10 @@ pub struct RouterConfig {
     pub streams: StreamConfig,
     /// How connections are served.
     pub serving: ServingConfig,
+    /// Who the router is to workers.
+    pub security: Security,
+    /// What clients are shown. Without it they are served without TLS, as behind a proxy or in a mesh that has its own.
+    pub face_tls: Option<FaceTls>,
 }
 
 /// How connections are served, and how serving ends.
@@ -96,6 +101,8 @@ impl RouterConfig {
             recovery: RecoveryConfig::default(),
             streams: StreamConfig::default(),
             serving: ServingConfig::default(),
+            security: Security::Plaintext,
+            face_tls: None,
         }
     }
 
@@ -142,11 +149,12 @@ impl RouterConfig {
     /// A router that serves `text` with the workers of `source`. Nothing runs before it is bound and serves.
     pub fn build(self, source: WorkerSource, text: TextModel) -> Result<Router, ConfigError> {
         self.validate()?;
-        source.validate()?;
+        source.validate(self.security.scheme())?;
         let lifecycle = Lifecycle::new();
         let registry = longreach_service::Metrics::new("router");
         let metrics = registry.register(Metrics::new);
-        let dial: Arc<dyn Dial> = Arc::new(GrpcDial { config: self.workers });
+        let dial: Arc<dyn Dial> =
+            Arc::new(GrpcDial { config: self.workers, security: self.security.clone() });
         let random = Random::default();
         let dispatcher = Arc::new(Dispatcher {
             decodes: Pool::new(self.workers, lifecycle.clone(), Arc::clone(&dial), random.clone()),

@@ -37,14 +37,15 @@ pub enum WorkerSource {
 
 impl WorkerSource {
     /// Checks the addresses of a fixed list; a cluster's are checked as they come.
-    pub(crate) fn validate(&self) -> Result<(), ConfigError> {
+    pub(crate) fn validate(&self, scheme: &str) -> Result<(), ConfigError> {
         let Self::Fixed { decodes, prefills } = self else { return Ok(()) };
         let all =
             decodes.iter().map(|uri| ("decode", uri)).chain(prefills.iter().map(|uri| ("prefill", uri)));
         for (field, uri) in all {
             // Without a scheme it would be taken for a path, and fail only when it is called.
-            if !uri.starts_with("http://") || Endpoint::from_shared(uri.clone()).is_err() {
-                let allowed = "http://host:port".to_owned();
+            let has_scheme = uri.strip_prefix(scheme).is_some_and(|rest| rest.starts_with("://"));
+            if !has_scheme || Endpoint::from_shared(uri.clone()).is_err() {
+                let allowed = format!("{scheme}://host:port");
                 return Err(ConfigError { field, value: format!("{uri:?}"), allowed });
             }
         }

@@ -1,4 +1,4 @@
-//! The OpenAI face: HTTP/1.1 and HTTP/2 without TLS, JSON, server-sent events.
+//! The OpenAI face: HTTP/1.1 and HTTP/2, JSON, server-sent events.
 //!
 //! It only converts. A request becomes a [`Draft`](crate::request::Draft) in [`body`], the generation it starts is
 //! shown in the shapes of [`types`] by [`answer`], and errors come from the one table of

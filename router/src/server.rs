@@ -5,16 +5,13 @@
 
 use std::{convert::Infallible, future, io, net::SocketAddr, sync::Arc, time::Duration};
 
-use axum::{http::Request, response::IntoResponse, serve::ListenerExt};
+use axum::{http::Request, response::IntoResponse};
 use longreach_proto::DESCRIPTOR_SET;
 use longreach_service::{DrainReport, Hold, Lifecycle, StopReason, mirror_health};
+use longreach_tls::{Conn, FaceTls, Listener};
 use tokio::{net::TcpListener, sync::oneshot};
 use tokio_util::sync::CancellationToken;
-use tonic::{
-    body::Body,
-    server::NamedService,
-    transport::{Server, server::TcpIncoming},
-};
+use tonic::{body::Body, server::NamedService, transport::Server};
 use tower::Service;
 
 use crate::{
@@ -44,8 +41,8 @@ pub struct Router {
 /// A router that listens: connections wait for it to serve.
 pub struct BoundRouter {
     router: Router,
-    grpc: TcpListener,
-    http: TcpListener,
+    grpc: Listener,
+    http: Listener,
     grpc_addr: SocketAddr,
     http_addr: SocketAddr,
 }
@@ -77,8 +74,9 @@ pub enum ServeError {
 impl Router {
     /// Listens on both addresses.
     pub async fn bind(self) -> Result<BoundRouter, ServeError> {
-        let (grpc, grpc_addr) = listen("gRPC", self.config.grpc_addr).await?;
-        let (http, http_addr) = listen("HTTP", self.config.http_addr).await?;
+        let tls = self.config.face_tls.as_ref();
+        let (grpc, grpc_addr) = listen("gRPC", self.config.grpc_addr, tls).await?;
+        let (http, http_addr) = listen("HTTP", self.config.http_addr, tls).await?;
         Ok(BoundRouter { router: self, grpc, http, grpc_addr, http_addr })
     }
 }
@@ -136,15 +134,19 @@ impl BoundRouter {
     }
 }
 
-async fn listen(face: &'static str, addr: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeError> {
+async fn listen(
+    face: &'static str,
+    addr: SocketAddr,
+    tls: Option<&FaceTls>,
+) -> Result<(Listener, SocketAddr), ServeError> {
     let bind_error = |source| ServeError::Bind { face, addr, source };
     let listener = TcpListener::bind(addr).await.map_err(bind_error)?;
     let addr = listener.local_addr().map_err(bind_error)?;
-    Ok((listener, addr))
+    Ok((Listener::for_clients(listener, tls), addr))
 }
 
 fn grpc_server<H>(
-    listener: TcpListener,
+    listener: Listener,
     config: &RouterConfig,
     gateway: &Arc<Gateway>,
     health: H,
@@ -166,9 +168,9 @@ where
         .add_service(reflection().build_v1().map_err(ServeError::Reflection)?)
         // Tools that are in wide use still speak the older form.
         .add_service(reflection().build_v1alpha().map_err(ServeError::Reflection)?);
-    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
     Ok(async move {
-        let served = server.serve_with_incoming_shutdown(incoming, lifecycle.draining().cancelled_owned());
+        let (incoming, end) = (listener.into_stream(), lifecycle.draining().cancelled_owned());
+        let served = server.serve_with_incoming_shutdown(incoming, end);
         if let Some(Err(error)) = until_closed(served, &lifecycle).await {
             tracing::error!(%error, "gRPC server failed");
         }
@@ -186,13 +188,26 @@ fn reflection() -> tonic_reflection::server::Builder<'static> {
     SERVICE_NAMES.into_iter().fold(builder, tonic_reflection::server::Builder::with_service_name)
 }
 
-async fn http_server(listener: TcpListener, face: HttpFace, lifecycle: Lifecycle) {
-    let listener = listener.tap_io(|connection| {
-        if let Err(error) = connection.set_nodelay(true) {
-            tracing::debug!(%error, "a connection cannot send small packets at once");
-        }
-    });
-    let served = axum::serve(listener, http::routes(face))
+/// A listener, as axum wants it.
+struct HttpListener(Listener);
+
+impl axum::serve::Listener for HttpListener {
+    type Io = Conn;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Conn, SocketAddr) {
+        let conn = self.0.accept().await;
+        let addr = conn.peer().addr;
+        (conn, addr)
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.0.local_addr()
+    }
+}
+
+async fn http_server(listener: Listener, face: HttpFace, lifecycle: Lifecycle) {
+    let served = axum::serve(HttpListener(listener), http::routes(face))
         .with_graceful_shutdown(lifecycle.draining().cancelled_owned())
         .into_future();
     if let Some(Err(error)) = until_closed(served, &lifecycle).await {

@@ -7,8 +7,9 @@ use std::{net::SocketAddr, path::PathBuf};
 use clap::Args;
 use longreach_service::{
     ByteSize, ConfigError, Settings,
-    config::{ClusterSection, Span},
+    config::{ClusterSection, Span, TlsSection},
 };
+use longreach_tls::{FaceFiles, Security};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -45,6 +46,12 @@ pub struct RouterSettings {
     /// The cluster whose workers are used.
     #[command(flatten)]
     pub cluster: ClusterSection,
+    /// Who the router is to workers.
+    #[command(flatten)]
+    pub tls: TlsSection,
+    /// What clients are shown.
+    #[command(flatten)]
+    pub face_tls: FaceTlsSection,
     /// Workers, and how they are kept in touch with.
     #[command(flatten)]
     pub workers: WorkersSection,
@@ -63,6 +70,34 @@ pub struct RouterSettings {
     /// How the router ends.
     #[command(flatten)]
     pub drain: DrainSection,
+}
+
+/// What clients are shown: files in PEM form. Without them clients are served without TLS.
+#[derive(Args, Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct FaceTlsSection {
+    /// The certificate, for the names under which clients know the service, and those between it and its CA.
+    #[arg(long, id = "face_tls.cert", value_name = "PATH")]
+    pub cert: Option<PathBuf>,
+    /// Its key.
+    #[arg(long, id = "face_tls.key", value_name = "PATH")]
+    pub key: Option<PathBuf>,
+    /// CAs; only clients with a certificate from one of them are let in.
+    #[arg(long, id = "face_tls.client_ca", value_name = "PATH")]
+    pub client_ca: Option<PathBuf>,
+}
+
+impl FaceTlsSection {
+    /// The files; none if there is no TLS. Some of them are not enough.
+    pub fn files(&self) -> Result<Option<FaceFiles>, ConfigError> {
+        let Self { cert, key, client_ca } = self.clone();
+        match (cert, key, client_ca) {
+            (None, None, None) => Ok(None),
+            (Some(cert), Some(key), client_ca) => Ok(Some(FaceFiles { cert, key, client_ca })),
+            (None, ..) => Err(ConfigError::Missing { key: "face_tls.cert" }),
+            (_, None, _) => Err(ConfigError::Missing { key: "face_tls.key" }),
+        }
+    }
 }
 
 /// Workers, and how they are kept in touch with.
@@ -214,6 +249,8 @@ impl Settings for RouterSettings {
     fn validate(&self) -> Result<(), ConfigError> {
         self.model()?;
         self.cluster.validate()?;
+        self.tls.files()?;
+        self.face_tls.files()?;
         let fixed = self.workers.decode.len() + self.workers.prefill.len();
         if self.cluster.is_shared() && fixed > 0 {
             let must = "left out where cluster.etcd says where workers are registered".to_owned();
@@ -227,7 +264,7 @@ impl Settings for RouterSettings {
             return Err(ConfigError::Missing { key: "workers.decode" });
         }
         if !self.cluster.is_shared() {
-            self.source()?.validate().map_err(named)?;
+            self.source()?.validate(self.tls.scheme()).map_err(named)?;
         }
         self.router().validate().map_err(named)
     }
@@ -303,6 +340,9 @@ impl RouterSettings {
                 drain_notice: drain.notice.0,
                 drain_grace: drain.grace.0,
             },
+            // Files are read by `run`: what is said here must not depend on them.
+            security: Security::Plaintext,
+            face_tls: None,
         }
     }
 }

@@ -18,6 +18,7 @@ use std::{
 };
 
 use longreach_service::Lifecycle;
+use longreach_tls::handshake_error;
 use longreach_types::WorkerId;
 use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
@@ -247,7 +248,7 @@ impl<R: Role> Pool<R> {
             };
             match answer {
                 Ok(Ok(info)) => self.update(key, info),
-                Ok(Err(status)) => self.unreachable(key, status.message()),
+                Ok(Err(status)) => self.unreachable(key, &problem(&status)),
                 Err(_) => self.unreachable(key, "no answer in time"),
             }
         }
@@ -401,6 +402,11 @@ impl<R: Role> Drop for Lease<R> {
             member.own_tokens = member.own_tokens.saturating_sub(self.tokens);
         });
     }
+}
+
+/// What keeps a worker from answering; if it is a certificate, an operator must know whose.
+fn problem(status: &tonic::Status) -> String {
+    handshake_error(status).map_or_else(|| status.message().to_owned(), ToString::to_string)
 }
 
 /// How strongly `session` is drawn to worker `name`: the highest of all workers is its home. The hash has no key, so

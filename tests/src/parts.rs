@@ -5,12 +5,14 @@
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
+use longreach::certs::MadeCerts;
 use longreach_cluster::{Coordinator, KeySpace, MemoryCoordinator};
 use longreach_decode::{Cluster, DecodeConfig, FormationConfig, Hosting};
 use longreach_engine::{EngineConfig, EngineHandle};
 use longreach_prefill::PrefillConfig;
 use longreach_proto::inference::inference_service_client::InferenceServiceClient;
 use longreach_router::{RouterConfig, WorkerSource};
+use longreach_tls::{Role, Security};
 use tokio::{sync::watch, task::JoinHandle};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::{Channel, Endpoint};
@@ -26,6 +28,9 @@ use crate::{
 /// Parts listen on free ports of this machine only.
 const LOOPBACK: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 0);
 
+/// Name of the cluster, in its store and in certificates.
+pub const CLUSTER_NAME: &str = "parts";
+
 /// Leases are renewed at half of this, so their loss is noticed soon.
 const LEASE_TTL: Duration = Duration::from_secs(2);
 
@@ -38,6 +43,8 @@ pub struct Parts {
     cluster: Cluster,
     /// The store in which parts find each other.
     pub store: Arc<MemoryCoordinator>,
+    /// With which the parts speak to each other, if it is with TLS.
+    certs: Option<MadeCerts>,
     tasks: TaskTracker,
 }
 
@@ -73,8 +80,18 @@ impl Parts {
     pub fn new(model: ServedModel) -> Result<Self, Error> {
         let store = Arc::new(MemoryCoordinator::default());
         let coordinator: Arc<dyn Coordinator> = Arc::clone(&store) as _;
-        let cluster = Cluster { coordinator, keys: KeySpace::new("parts")? };
-        Ok(Self { model, cluster, store, tasks: TaskTracker::new() })
+        let cluster = Cluster { coordinator, keys: KeySpace::new(CLUSTER_NAME)? };
+        Ok(Self { model, cluster, store, certs: None, tasks: TaskTracker::new() })
+    }
+
+    /// The same, with TLS between the parts; `certs` are for a cluster of [`CLUSTER_NAME`].
+    pub fn with_certs(model: ServedModel, certs: MadeCerts) -> Result<Self, Error> {
+        Ok(Self { certs: Some(certs), ..Self::new(model)? })
+    }
+
+    fn security(&self, role: Role) -> Result<Security, Error> {
+        let files = self.certs.as_ref().map(|certs| certs.files(role));
+        Ok(Security::load(files.as_ref(), CLUSTER_NAME, role)?)
     }
 
     fn part(
@@ -93,6 +110,7 @@ impl Parts {
             addr: LOOPBACK,
             advertise: None,
             http_addr: None,
+            security: self.security(Role::Decode)?,
             engine,
             formation: FormationConfig { lease_ttl: LEASE_TTL, ..FormationConfig::default() },
             drain_grace: GRACE,
@@ -107,19 +125,30 @@ impl Parts {
 
     /// A prefill worker.
     pub async fn prefill(&self, name: &str, engine: EngineConfig) -> Result<Part, Error> {
+        Ok(self.prefill_as(self.security(Role::Prefill)?, name, engine).await?.0)
+    }
+
+    /// A prefill worker that shows other certificates than the cluster's, and its engine.
+    pub async fn prefill_as(
+        &self,
+        security: Security,
+        name: &str,
+        engine: EngineConfig,
+    ) -> Result<(Part, EngineHandle), Error> {
         let config = PrefillConfig {
             worker_id: name.to_owned(),
             addr: LOOPBACK,
             advertise: None,
             http_addr: None,
+            security,
             engine,
             lease_ttl: LEASE_TTL,
             drain_grace: GRACE,
         };
         let worker = config.build(&self.model.model, &self.cluster.keys, |_, _| {}).await?;
-        let shutdown = CancellationToken::new();
+        let (handle, shutdown) = (worker.engine().clone(), CancellationToken::new());
         let serving = worker.serve(Arc::clone(&self.cluster.coordinator), shutdown.clone());
-        Ok(self.part(shutdown, async { serving.await.map(drop) }))
+        Ok((self.part(shutdown, async { serving.await.map(drop) }), handle))
     }
 
     /// A router.
@@ -128,6 +157,7 @@ impl Parts {
         (config.grpc_addr, config.http_addr) = (LOOPBACK, LOOPBACK);
         config.workers.poll_interval = Duration::from_millis(20);
         config.serving.drain_notice = Duration::ZERO;
+        config.security = self.security(Role::Router)?;
         let Cluster { coordinator, keys } = self.cluster.clone();
         let source = WorkerSource::Cluster { coordinator, keys };
         let router = config.build(source, self.model.text.clone())?.bind().await?;

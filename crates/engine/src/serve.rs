@@ -11,12 +11,10 @@ use std::{
 };
 
 use longreach_proto::WorkerError;
+use longreach_tls::{ANY_ROLE, Access, Listener, Role, Security};
 use tokio::{net::TcpListener, time::timeout};
 use tokio_util::sync::CancellationToken;
-use tonic::{
-    service::Routes,
-    transport::{Server, server::TcpIncoming},
-};
+use tonic::{service::Routes, transport::Server};
 use tracing::{info, warn};
 
 use crate::handle::EngineHandle;
@@ -25,9 +23,18 @@ use crate::handle::EngineHandle;
 const STREAM_WINDOW_BYTES: u32 = 4 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
 
+/// Who may call what at any worker.
+const ACCESS: Access = Access(&[
+    ("longreach.worker.v1.DecodeService", &[Role::Router]),
+    ("longreach.worker.v1.PrefillService", &[Role::Router]),
+    ("longreach.worker.v1.KvService", &[Role::Prefill]),
+    ("grpc.health.v1.Health", ANY_ROLE),
+]);
+
 /// A bound address of a worker.
 pub struct Door {
     listener: TcpListener,
+    security: Security,
     /// Where it is.
     pub addr: SocketAddr,
 }
@@ -58,16 +65,16 @@ pub enum Drained {
 pub struct Gate(Arc<AtomicBool>);
 
 impl Door {
-    /// Listens on `addr`; port 0 takes a free one.
-    pub async fn open(addr: SocketAddr) -> Result<Self, BindError> {
+    /// Listens on `addr` for those that `security` lets in; port 0 takes a free one.
+    pub async fn open(addr: SocketAddr, security: Security) -> Result<Self, BindError> {
         let listener = TcpListener::bind(addr).await.map_err(|source| BindError { addr, source })?;
         let addr = listener.local_addr().map_err(|source| BindError { addr, source })?;
-        Ok(Self { listener, addr })
+        Ok(Self { listener, security, addr })
     }
 
     /// The address as peers dial it.
     pub fn endpoint(&self) -> String {
-        format!("http://{}", self.addr)
+        format!("{}://{}", self.security.scheme(), self.addr)
     }
 
     /// Serves `routes` until `shutdown`, then until open calls have ended.
@@ -76,12 +83,13 @@ impl Door {
         routes: Routes,
         shutdown: CancellationToken,
     ) -> Result<(), tonic::transport::Error> {
-        let incoming = TcpIncoming::from(self.listener).with_nodelay(Some(true));
+        let incoming = Listener::for_members(self.listener, &self.security).into_stream();
         Server::builder()
             .initial_stream_window_size(STREAM_WINDOW_BYTES)
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .http2_keepalive_interval(Some(Duration::from_secs(20)))
             .http2_keepalive_timeout(Some(Duration::from_secs(10)))
+            .layer(ACCESS.layer(&self.security))
             .add_routes(routes)
             .serve_with_incoming_shutdown(incoming, shutdown.cancelled_owned())
             .await

@@ -16,10 +16,8 @@ use longreach_proto::{
     WorkerError,
     worker::{EventStream, KvAck, KvClient, KvHandler, KvMessage, PullMessage, PullRequest},
 };
-use tonic::{
-    Code, Status,
-    transport::{Channel, Endpoint},
-};
+use longreach_tls::{Role, Security, handshake_error};
+use tonic::{Code, Status, transport::Channel};
 
 use crate::inlet::KvInlet;
 
@@ -45,28 +43,35 @@ pub trait KvTransport: Send + Sync + 'static {
     fn pull(&self, endpoint: String, request: PullRequest) -> EventStream<PullMessage>;
 }
 
-/// KV over gRPC; always there.
+/// KV over gRPC; always there. The default is without TLS.
 #[derive(Clone, Debug, Default)]
 pub struct GrpcTransport {
+    security: Security,
     channels: Arc<Mutex<HashMap<String, Channel>>>,
 }
 
 impl GrpcTransport {
+    /// With ranks that are protected as `security` says.
+    pub fn new(security: Security) -> Self {
+        Self { security, channels: Arc::default() }
+    }
+
     /// One connection per rank, made on first use and re-made by the channel itself when it breaks.
     fn channel(&self, endpoint: &str) -> Result<Channel, WorkerError> {
         let mut channels = self.channels.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(channel) = channels.get(endpoint) {
             return Ok(channel.clone());
         }
-        let channel = Endpoint::from_shared(endpoint.to_owned())
-            .map_err(|error| WorkerError::Invalid(format!("rank endpoint {endpoint:?}: {error}")))?
-            .connect_timeout(CONNECT_TIMEOUT)
-            .tcp_nodelay(true)
-            .http2_keep_alive_interval(Duration::from_secs(10))
-            .keep_alive_timeout(Duration::from_secs(5))
-            .initial_stream_window_size(STREAM_WINDOW_BYTES)
-            .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
-            .connect_lazy();
+        let channel = self.security.channel(endpoint, Role::Decode, |endpoint| {
+            endpoint
+                .connect_timeout(CONNECT_TIMEOUT)
+                .tcp_nodelay(true)
+                .http2_keep_alive_interval(Duration::from_secs(10))
+                .keep_alive_timeout(Duration::from_secs(5))
+                .initial_stream_window_size(STREAM_WINDOW_BYTES)
+                .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        });
+        let channel = channel.map_err(|error| WorkerError::Invalid(format!("rank endpoint: {error}")))?;
         channels.insert(endpoint.to_owned(), channel.clone());
         Ok(channel)
     }
@@ -100,7 +105,10 @@ impl KvTransport for GrpcTransport {
 
 /// A rank's refusal, kept in the form that tells the router what to do.
 fn rank_error(endpoint: &str, status: &Status) -> WorkerError {
-    let message = format!("rank at {endpoint}: {}", status.message());
+    let message = match handshake_error(status) {
+        Some(error) => format!("rank at {endpoint}: {error}"),
+        None => format!("rank at {endpoint}: {}", status.message()),
+    };
     match status.code() {
         Code::DataLoss => WorkerError::DataLoss(message),
         Code::FailedPrecondition | Code::InvalidArgument => WorkerError::Internal(message),

@@ -11,10 +11,8 @@ use longreach_proto::worker::{
     ClientStream, DecodeClient, DecodeEvent, GenerateRequest, GroupInfo, PrefillClient, PrefillEvent,
     PrefillInfo, RunRequest,
 };
-use tonic::{
-    Request, Status,
-    transport::{Channel, Endpoint},
-};
+use longreach_tls::{Role, Security};
+use tonic::{Request, Status, transport::Channel};
 
 use super::WorkerConfig;
 
@@ -53,7 +51,7 @@ pub trait PrefillCalls: Send + Sync {
 
 /// An address that cannot be dialled.
 #[derive(Debug, thiserror::Error)]
-#[error("{endpoint:?} is not an address of a worker")]
+#[error("{endpoint:?} is not an address of a worker: {source}")]
 pub struct DialError {
     /// The address.
     pub endpoint: String,
@@ -65,32 +63,31 @@ pub struct DialError {
 /// One gRPC channel for each worker.
 pub(crate) struct GrpcDial {
     pub(crate) config: WorkerConfig,
+    pub(crate) security: Security,
 }
 
 impl GrpcDial {
-    fn connect(&self, endpoint: &str) -> Result<Channel, DialError> {
-        let bad = |source: tonic::transport::Error| DialError {
-            endpoint: endpoint.to_owned(),
-            source: source.into(),
-        };
-        let endpoint = Endpoint::from_shared(endpoint.to_owned())
-            .map_err(bad)?
-            .connect_timeout(self.config.connect_timeout)
-            .tcp_nodelay(true)
-            .http2_keep_alive_interval(self.config.keep_alive_interval)
-            .keep_alive_timeout(self.config.keep_alive_timeout)
-            .keep_alive_while_idle(true);
-        Ok(endpoint.connect_lazy())
+    /// A worker is believed to be what its certificate says, not what the store says of it.
+    fn connect(&self, endpoint: &str, role: Role) -> Result<Channel, DialError> {
+        let channel = self.security.channel(endpoint, role, |endpoint| {
+            endpoint
+                .connect_timeout(self.config.connect_timeout)
+                .tcp_nodelay(true)
+                .http2_keep_alive_interval(self.config.keep_alive_interval)
+                .keep_alive_timeout(self.config.keep_alive_timeout)
+                .keep_alive_while_idle(true)
+        });
+        channel.map_err(|error| DialError { endpoint: endpoint.to_owned(), source: error.into() })
     }
 }
 
 impl Dial for GrpcDial {
     fn decode(&self, endpoint: &str) -> Result<Arc<dyn DecodeCalls>, DialError> {
-        Ok(Arc::new(DecodeClient::new(self.connect(endpoint)?)))
+        Ok(Arc::new(DecodeClient::new(self.connect(endpoint, Role::Decode)?)))
     }
 
     fn prefill(&self, endpoint: &str) -> Result<Arc<dyn PrefillCalls>, DialError> {
-        Ok(Arc::new(PrefillClient::new(self.connect(endpoint)?)))
+        Ok(Arc::new(PrefillClient::new(self.connect(endpoint, Role::Prefill)?)))
     }
 }
 

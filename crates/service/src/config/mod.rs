@@ -27,7 +27,7 @@ use toml::{Table, Value};
 use self::file::ConfigFile;
 pub use self::{
     error::ConfigError,
-    sections::{Advertise, AdvertiseError, ClusterSection},
+    sections::{Advertise, AdvertiseError, ClusterSection, TlsSection},
     values::{Span, Text},
 };
 

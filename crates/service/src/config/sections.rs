@@ -1,12 +1,14 @@
 //! Sections that several roles have.
 
-use std::{fmt, net::SocketAddr, str::FromStr, sync::Arc, time::Duration};
+use std::{fmt, net::SocketAddr, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
 use clap::Args;
 use longreach_cluster::{Coordinator, KeySpace, MemoryCoordinator};
+use longreach_tls::{Role, Security, TlsFiles};
 use serde::{Deserialize, Serialize};
 
 use super::{ConfigError, Span};
+use crate::role::RoleError;
 
 /// Leases are counted in seconds, and a renewal needs time.
 const MIN_LEASE_TTL: Duration = Duration::from_secs(2);
@@ -66,6 +68,46 @@ impl ClusterSection {
     /// The store. Without etcd it is this process's own, which nobody else sees.
     pub fn coordinator(&self) -> Result<Arc<dyn Coordinator>, ConfigError> {
         Ok(Arc::new(MemoryCoordinator::default()))
+    }
+}
+
+/// Who a process is to the others of its cluster: three files in PEM form. Without them everybody who reaches the
+/// network is trusted.
+#[derive(Args, Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct TlsSection {
+    /// The CAs whose certificates are believed; several while one replaces another.
+    #[arg(long, id = "tls.ca", value_name = "PATH")]
+    pub ca: Option<PathBuf>,
+    /// The certificate of this process, for its role in its cluster, and those between it and the CA.
+    #[arg(long, id = "tls.cert", value_name = "PATH")]
+    pub cert: Option<PathBuf>,
+    /// Its key.
+    #[arg(long, id = "tls.key", value_name = "PATH")]
+    pub key: Option<PathBuf>,
+}
+
+impl TlsSection {
+    /// The files; none if there is no TLS. Some of them are not enough.
+    pub fn files(&self) -> Result<Option<TlsFiles>, ConfigError> {
+        let Self { ca, cert, key } = self.clone();
+        match (ca, cert, key) {
+            (None, None, None) => Ok(None),
+            (Some(ca), Some(cert), Some(key)) => Ok(Some(TlsFiles { ca, cert, key })),
+            (None, ..) => Err(ConfigError::Missing { key: "tls.ca" }),
+            (_, None, _) => Err(ConfigError::Missing { key: "tls.cert" }),
+            (.., None) => Err(ConfigError::Missing { key: "tls.key" }),
+        }
+    }
+
+    /// How addresses of this cluster's processes begin.
+    pub fn scheme(&self) -> &'static str {
+        if matches!(self.files(), Ok(None)) { "http" } else { "https" }
+    }
+
+    /// Reads the files of a process that is `role` in `cluster`.
+    pub fn security(&self, cluster: &str, role: Role) -> Result<Security, RoleError> {
+        Security::load(self.files()?.as_ref(), cluster, role).map_err(RoleError::failed)
     }
 }
 
@@ -137,5 +179,25 @@ impl fmt::Display for Advertise {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.host)?;
         self.port.map_or(Ok(()), |port| write!(f, ":{port}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn some_of_the_tls_files_are_never_no_tls() {
+        for given in 0..8_u8 {
+            let path = |bit: u8| (given & bit != 0).then(|| PathBuf::from("/nowhere/file.pem"));
+            let section = TlsSection { ca: path(1), cert: path(2), key: path(4) };
+            let security = section.security("default", Role::Prefill);
+            match given {
+                0 => assert!(matches!(security, Ok(Security::Plaintext))),
+                7 => assert!(matches!(security, Err(RoleError::Failed(_))), "files that cannot be read"),
+                _ => assert!(matches!(security, Err(RoleError::Config(_))), "{section:?}"),
+            }
+            assert_eq!(section.scheme(), if given == 0 { "http" } else { "https" });
+        }
     }
 }
