@@ -15,7 +15,7 @@ use crate::{
 };
 
 /// Longer than any way in which a request may end.
-const MAX_LIFE: Duration = Duration::from_secs(240);
+const MAX_LIFE: Duration = Duration::from_secs(100);
 
 /// Longer than any fault lasts.
 const MAX_FAULT: Duration = Duration::from_secs(20);
@@ -92,6 +92,9 @@ impl Request {
     pub(crate) async fn run(mut self, world: Arc<World>) {
         let started = Instant::now();
         let name = self.spec.request_id.clone();
+        if self.max_pause.is_some() {
+            world.journal.count("slow client");
+        }
         if timeout(MAX_LIFE, self.ask(&world)).await.is_err() {
             world.journal.violation(format!("{name} did not end within {:?}", started.elapsed()));
         }

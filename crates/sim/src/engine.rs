@@ -462,9 +462,14 @@ impl Engine {
     fn publish(&self) {
         self.rank_face.show(Some(self.sched.epoch()), self.rank.n_receiving());
         let n_handoffs = self.inbound.len() + self.outbound.len() + self.rank.n_receiving();
+        let (config, stats) = (self.sched.config(), self.sched.stats());
+        // Those that were preempted wait as well, beyond what may come in.
+        if stats.n_waiting > config.max_waiting + config.max_seqs {
+            self.setup.journal.violation(format!("{}: the queue has no bound: {stats:?}", self.setup.name));
+        }
         self.handle.face.show(EngineInfo {
             epoch: self.sched.epoch(),
-            stats: self.sched.stats(),
+            stats,
             n_handoffs,
             n_live: self.live.len(),
         });

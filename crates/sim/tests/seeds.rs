@@ -29,6 +29,7 @@ const MUST_HAPPEN: &[(&str, u64)] = &[
     ("router killed", 5),
     ("burst of requests", 5),
     ("client left", 100),
+    ("slow client", 100),
     // What it leads to.
     ("request complete", 2_000),
     ("request refused: overloaded", 50),
