@@ -70,7 +70,8 @@ fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(open) = rest.find("{%") {
-        let Some(len) = rest[open..].find("%}") else { break };
+        // Behind the opening: in `{%}` the two share a character.
+        let Some(len) = rest[open + 2..].find("%}").map(|at| at + 2) else { break };
         let (before, inner) = (&rest[..open], &rest[open + 2..open + len]);
         out.push_str(before);
         let keyword = inner.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']);
@@ -100,5 +101,6 @@ mod tests {
         let source = "a{%- generation -%}b{%endgeneration%}{% if generation %}{{ '%}' }}{% endif %} {%";
         let expected = "a{%- if true -%}b{%endif%}{% if generation %}{{ '%}' }}{% endif %} {%";
         assert_eq!(without_generation_tags(source), expected);
+        assert_eq!(without_generation_tags("{%}{%}"), "{%}{%}");
     }
 }
