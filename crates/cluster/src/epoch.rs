@@ -30,6 +30,12 @@ pub enum EpochError {
         #[source]
         source: RecordError,
     },
+    /// The stored number is the last one. Nobody counts that far: somebody else wrote it.
+    #[error("the stored epoch of group {group} has no next number: delete its key")]
+    Exhausted {
+        /// The group.
+        group: GroupId,
+    },
 }
 
 /// The group's latest life, and the revision to expect when raising it.
@@ -62,7 +68,8 @@ pub async fn raise_epoch(
         Some((last, revision)) => (last.epoch, Expect::At(revision)),
         None => (Epoch(0), Expect::Absent),
     };
-    let next = Epoch(last.max(floor).0 + 1);
+    let next = last.max(floor).0.checked_add(1).map(Epoch);
+    let next = next.ok_or_else(|| EpochError::Exhausted { group: group.clone() })?;
     let record = EpochRecord { epoch: next, ..make(next) };
     let key = keys.encode(&Key::Epoch(group.clone()))?;
     coordinator.swap(Swap { key, expect, value: Some(record.encode()), lease: None }).await?;
@@ -165,6 +172,12 @@ mod tests {
             .unwrap();
         let err = raise_epoch(&store, &keys, (&group, Epoch(0)), record).await.unwrap_err();
         assert!(matches!(err, EpochError::Record { .. }), "{err}");
+        // Nor is one that nothing can follow.
+        let last = Epoch(u64::MAX - 1);
+        let other = GroupId("other".into());
+        raise_epoch(&store, &keys, (&other, last), record).await.unwrap();
+        let err = raise_epoch(&store, &keys, (&other, last), record).await.unwrap_err();
+        assert!(matches!(err, EpochError::Exhausted { .. }), "{err}");
     }
 
     #[tokio::test(start_paused = true)]

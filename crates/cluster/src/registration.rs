@@ -233,7 +233,8 @@ impl<F: Fn(Incarnation) -> Vec<u8> + Send + Sync> Registrar<F> {
         lease: Lease,
     ) -> Result<Incarnation, CoordinatorError> {
         // The store's count is newer, unless the store lost its data.
-        let newest = lease.revision.0.max(earlier.0 + 1).max(self.lives.last.0 + 1);
+        let newest =
+            lease.revision.0.max(earlier.0.saturating_add(1)).max(self.lives.last.0.saturating_add(1));
         let incarnation = Incarnation(newest);
         self.lives.last = incarnation;
         self.lives.tried.insert(incarnation);

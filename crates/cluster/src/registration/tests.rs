@@ -116,6 +116,15 @@ async fn the_next_life_takes_over_at_once_from_one_that_died_without_a_word() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn no_value_of_a_held_key_ends_the_registration() {
+    let at = Fixture::new();
+    let lease = at.store.grant_lease(TTL).await.unwrap().id;
+    at.store.put_if_absent(KEY.to_owned(), value_of("p", Incarnation(u64::MAX)), lease).await.unwrap();
+    let mut state = at.worker(at.cancel.clone());
+    assert_eq!(registered(&mut state).await.0, Incarnation(u64::MAX));
+}
+
+#[tokio::test(start_paused = true)]
 async fn of_two_processes_with_one_name_the_newer_stays_and_the_older_says_so() {
     let at = Fixture::new();
     let mut older = at.worker(at.cancel.clone());
