@@ -222,6 +222,17 @@ impl Primed {
     }
 }
 
+/// The last event of a prefill. A first token may come before it: a pull that ends with its group is computed, which
+/// may be done before the hand-off is known to have ended, too.
+async fn end_of(prefill: &mut SeqStream) -> Option<Result<EngineEvent, WorkerError>> {
+    loop {
+        match prefill.next().await {
+            Some(Ok(EngineEvent::FirstToken(_))) => {}
+            other => return other,
+        }
+    }
+}
+
 /// KVX-20: what a broken pull left in the blocks is never read.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_pull_that_breaks_anywhere_is_computed_instead() {
@@ -261,7 +272,7 @@ async fn a_cancel_at_any_message_gives_everything_back_on_both_sides() {
                 _ => {
                     // The group gives the request up; its ranks tell the prefill engine.
                     drop(decode);
-                    let end = prefill.next().await;
+                    let end = end_of(&mut prefill).await;
                     assert!(matches!(end, Some(Err(WorkerError::Aborted(_)))), "{end:?}");
                 }
             }
@@ -310,19 +321,14 @@ async fn an_epoch_that_ends_during_a_pull_ends_it() {
     let (next, _) = Pulling::group(&model, &config, Epoch(2), &primed.pulling.tap).unwrap();
     let old = std::mem::replace(&mut primed.pulling.pair.decode, next);
     old.stop().await.unwrap();
-    let end = prefill.next().await;
+    let end = end_of(&mut prefill).await;
     assert!(matches!(end, Some(Err(WorkerError::Aborted(_) | WorkerError::Unavailable(_)))), "{end:?}");
     drop((decode, prefill));
     primed.pulling.assert_whole().await;
 
     // The old reservation comes to the ranks of the new epoch, which refuse it by number.
     let mut late = primed.prefill(reservation).await.unwrap();
-    let end = loop {
-        match late.next().await {
-            Some(Ok(EngineEvent::FirstToken(_))) => {}
-            other => break other,
-        }
-    };
+    let end = end_of(&mut late).await;
     let Some(Err(WorkerError::Aborted(message))) = end else { panic!("{end:?}") };
     assert!(message.contains("epoch 1 is stale, the group is at 2"), "{message}");
     drop(late);

@@ -5,8 +5,8 @@
 //!
 //! - `prefill_tokens_per_s`, `group_tokens_per_s`: the difference between prompts of two lengths, so that what every
 //!   prompt costs falls out; from submission to the first token, with nothing cached.
-//! - `handoff_latency`: how much later the *second* token comes when a short prompt is handed off and not computed by
-//!   the group, the difference in computing aside. The first one is sent before its hand-off is complete.
+//! - `handoff_latency`: how much later the *second* token comes when a prompt of two tokens is handed off and not
+//!   computed by the group. The first one is sent before its hand-off is complete.
 //! - `pull_latency`, `link_bytes_per_s`: pulls of one block and of a long prefix from an idle group, read and held
 //!   against their checksums.
 //!
@@ -32,11 +32,14 @@ use tokio::runtime::Handle;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::service::Routes;
 
-const N_RUNS: usize = 5;
+const N_RUNS: usize = 7;
 
-/// Lengths whose difference gives a rate; the shorter one is also the prompt of the hand-off's latency.
+/// Lengths whose difference gives a rate.
 const SHORT: usize = 64;
 const LONG: usize = 384;
+
+/// A prompt that costs next to nothing to compute.
+const TINY: usize = 2;
 
 /// A prefix that takes long enough to pull.
 const PREFIX: usize = 1024;
@@ -200,17 +203,18 @@ async fn main() -> Result<(), Failure> {
     let model = Model::open(ModelFiles::open(&resolve(model.as_deref())?.path)?)?;
 
     let mut cluster = Cluster::start(&model, n_ranks, true).await?;
-    let (short, local_second) = cluster.times(SHORT).await?;
+    let (_, local_second) = cluster.times(TINY).await?;
+    let (short, _) = cluster.times(SHORT).await?;
     let (long, _) = cluster.times(LONG).await?;
     cluster.stop().await?;
     let group_rate = (LONG - SHORT) as f64 / (long - short);
 
     let mut cluster = Cluster::start(&model, n_ranks, false).await?;
-    let (short, second) = cluster.times(SHORT).await?;
+    let (_, second) = cluster.times(TINY).await?;
+    let (short, _) = cluster.times(SHORT).await?;
     let (long, _) = cluster.times(LONG).await?;
     let prefill_rate = (LONG - SHORT) as f64 / (long - short);
-    let computing = SHORT as f64 / prefill_rate - SHORT as f64 / group_rate;
-    let handoff_latency = second - local_second - computing;
+    let handoff_latency = second - local_second;
 
     let prompt = cluster.prompt(PREFIX + 1);
     cluster.run(&prompt).await?;

@@ -49,6 +49,7 @@ fn sequences(encoder: &mut DescriptorEncoder<'_>, info: &EngineInfo) -> fmt::Res
     let states = [
         ("waiting", stats.n_waiting),
         ("receiving", stats.n_receiving),
+        ("pulling", stats.n_pulling),
         ("running", stats.n_running),
         ("sending", stats.n_sending),
         ("held", stats.n_held),
@@ -106,6 +107,10 @@ fn totals(encoder: &mut DescriptorEncoder<'_>, info: &EngineInfo) -> fmt::Result
         ("preemptions", "Preemptions, not preempted sequences", totals.preemptions),
         ("prefix_lookup_tokens", "Tokens looked up in the prefix cache", totals.prefix_lookup_tokens),
         ("prefix_hit_tokens", "Tokens found in the prefix cache", totals.prefix_hit_tokens),
+        ("pulls", "Prefixes pulled from the decode group", totals.pulls),
+        ("pulled_tokens", "Tokens whose KV was pulled", totals.pulled_tokens),
+        ("pull_fallbacks", "Pulls that failed, and were computed instead", totals.pull_fallbacks),
+        ("pulled_bytes", "KV bytes that were pulled, of failed pulls too", info.pulled_bytes),
         ("recomputed_tokens", "Tokens computed again after preemptions", totals.recomputed_tokens),
     ] {
         let counter = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;

@@ -23,14 +23,18 @@ fn at_prefill(prompt_len: usize, group_len: usize, prefill_len: usize) -> Prompt
 fn the_choice_for_the_default_model() {
     use KvSource::{Local, Pull, Push};
     let table = [
-        ("a short prompt on an idle group", at_group(30, 0, 0), Local),
-        ("the same while eight streams decode", at_group(30, 0, 8), Push),
+        ("two tokens on an idle group", at_group(2, 0, 0), Local),
+        ("the same while eight streams decode", at_group(2, 0, 8), Push),
+        ("a prompt that a prefill worker computes sooner", at_group(30, 0, 0), Push),
         ("a long prompt", at_group(2_000, 0, 0), Push),
         ("a long conversation and a short question", at_group(2_020, 2_000, 2), Local),
-        ("... and a long one", at_group(2_500, 2_000, 2), Pull),
+        ("... while thirty streams decode", at_group(2_020, 2_000, 30), Pull),
+        ("... and a longer one", at_group(2_060, 2_000, 0), Pull),
+        ("... and one that the group may not compute", at_group(2_065, 2_000, 0), Pull),
         ("the worker knows the whole prefix", at_prefill(2_500, 2_000, 2_000), Push),
         ("the worker knows more than the group", at_prefill(2_500, 2_000, 2_240), Push),
         ("the worker lacks the last answer", at_prefill(2_500, 2_000, 1_700), Pull),
+        ("the worker lacks one block", at_prefill(500, 480, 448), Pull),
         ("the worker has forgotten all", at_prefill(2_500, 2_000, 0), Pull),
         ("the group knows nothing", at_prefill(2_500, 0, 0), Push),
     ];

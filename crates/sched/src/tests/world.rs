@@ -81,7 +81,12 @@ pub(super) fn wide_config(max_seq_len: usize) -> SchedConfig {
 
 /// What can be computed here is, and what can be pulled is.
 pub(super) fn pulls_pay() -> ReuseCosts {
-    ReuseCosts { pull_latency: Duration::ZERO, stall_weight: 0.0, ..ReuseCosts::default() }
+    ReuseCosts {
+        pull_latency: Duration::ZERO,
+        handoff_latency: Duration::from_secs(3600),
+        stall_weight: 0.0,
+        ..ReuseCosts::default()
+    }
 }
 
 pub(super) fn kv(block_size: usize, dcp_size: usize, n_blocks: u32) -> KvManager {
