@@ -25,7 +25,10 @@ use longreach_proto::{
 use longreach_types::{Epoch, Prompt, RequestId, SamplingParams, TokenId};
 use tokio::{runtime::Handle, sync::Notify};
 
-use crate::tiny::Error;
+use crate::{
+    cluster::{PATIENCE, eventually},
+    tiny::Error,
+};
 
 /// What happens to one message of a pull.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -195,10 +198,14 @@ impl Pulling {
         self.pair.generate(id, prompt(tokens), sampling.clone(), |_| {}).await
     }
 
-    /// Waits until neither engine has anything to do, and checks that no block is lost.
+    /// Waits until neither engine has anything to do and no stream is left between them, and checks that no block is
+    /// lost. A stream that outlived its pull would meet the fault that is meant for the next one.
     pub async fn assert_whole(&self) {
+        let is_quiet = async || self.pair.prefill.n_lane_tasks() == 0;
+        assert!(eventually(is_quiet).await, "streams are left: {}", self.pair.prefill.n_lane_tasks());
         for engine in self.engines() {
-            assert!(engine.wait_for(|info| info.is_idle()).await, "an engine has stopped");
+            let idle = tokio::time::timeout(PATIENCE, engine.wait_for(|info| info.is_idle())).await;
+            assert!(matches!(idle, Ok(true)), "an engine does not come to rest: {:?}", engine.info());
             for pool in engine.info().pools() {
                 assert_eq!(pool.free + pool.cached, pool.total, "{pool:?}");
             }

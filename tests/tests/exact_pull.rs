@@ -12,6 +12,7 @@ use longreach_proto::{
     worker::{KvHandler, PullMessage, PullRequest, Reservation},
 };
 use longreach_tests::{
+    cluster::PATIENCE,
     pulling::{FATAL, Fault, Pulling, prompt},
     tiny::{RANDOM, TinyModel},
 };
@@ -265,7 +266,8 @@ async fn a_cancel_at_any_message_gives_everything_back_on_both_sides() {
             primed.arm((at, Fault::Stall)).await;
             let (decode, mut prefill) = primed.begin().await;
             primed.pulling.tap.struck().await;
-            assert!(primed.pulling.pair.prefill.handle.wait_for(|info| info.stats.n_pulling == 1).await);
+            let pulls = primed.pulling.pair.prefill.handle.wait_for(|info| info.stats.n_pulling == 1);
+            assert!(tokio::time::timeout(PATIENCE, pulls).await.unwrap(), "at {at}");
             match leg {
                 0 => drop((decode, prefill)),
                 1 => drop((prefill, decode)),

@@ -29,7 +29,7 @@ use tokio_util::task::TaskTracker;
 use tracing::warn;
 
 use crate::{
-    engine::{Engine, LaneSetup},
+    engine::{Engine, EngineSetup, LaneSetup},
     follower::Follower,
     handle::{EngineHandle, EngineInfo},
     inbound::InboundSet,
@@ -220,18 +220,7 @@ impl Member {
         };
         let setup = plan.setup(&model, &config, parts.targets);
         let sched = plan.scheduler(&config, epoch)?;
-        let (info, info_out) = watch::channel(EngineInfo {
-            epoch,
-            layout: setup.layout.clone(),
-            shape: config.shape,
-            max_seq_len: plan.max_seq_len,
-            vocab_size: setup.vocab_size,
-            stats: SchedStats::default(),
-            n_handoffs: 0,
-            pulled_bytes: 0,
-            leaving: None,
-            failure: None,
-        });
+        let (info, info_out) = watch::channel(first_info(epoch, &setup));
         let lanes = LaneSetup {
             transport: parts.transport,
             wake: Arc::clone(&wake),
@@ -328,6 +317,22 @@ impl Leaver {
         if let Err(error) = self.leader.send(&message) {
             warn!(rank = self.rank, %error, "the leader could not be told that this rank leaves");
         }
+    }
+}
+
+/// What is known of an engine before its first step.
+fn first_info(epoch: Epoch, setup: &EngineSetup) -> EngineInfo {
+    EngineInfo {
+        epoch,
+        layout: setup.layout.clone(),
+        shape: setup.shape,
+        max_seq_len: setup.max_seq_len,
+        vocab_size: setup.vocab_size,
+        stats: SchedStats::default(),
+        n_handoffs: 0,
+        pulled_bytes: 0,
+        leaving: None,
+        failure: None,
     }
 }
 
