@@ -4,6 +4,7 @@ use std::{net::SocketAddr, path::PathBuf};
 
 use clap::{Args, Parser, Subcommand};
 use longreach::certs::CertRequest;
+use longreach_decode::DecodeSettings;
 use longreach_engine::EngineConfig;
 use longreach_kernels::Isa;
 use longreach_prefill::PrefillSettings;
@@ -52,6 +53,8 @@ pub(crate) enum RoleCommand {
     Router(Box<RoleArgs<RouterSettings>>),
     /// Compute prompts, and send their KV to decode groups.
     Prefill(Box<RoleArgs<PrefillSettings>>),
+    /// Make output, with all ranks of a decode group or with one of them.
+    Decode(Box<RoleArgs<DecodeSettings>>),
 }
 
 /// What a model is served with, whatever serves it.
@@ -213,6 +216,7 @@ impl RoleCommand {
         match self {
             Self::Router(args) => run_role(*args, longreach_router::run),
             Self::Prefill(args) => run_role(*args, longreach_prefill::run),
+            Self::Decode(args) => run_role(*args, longreach_decode::run),
         }
     }
 }

@@ -7,6 +7,8 @@
 
 mod formation;
 mod leader;
+mod role;
+mod settings;
 mod view;
 
 use std::{
@@ -35,7 +37,7 @@ use tokio::sync::watch;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::service::Routes;
 
-pub use crate::formation::FormationConfig;
+pub use crate::{formation::FormationConfig, role::run, settings::DecodeSettings};
 use crate::{
     formation::{Formation, Hosted},
     leader::Leader,

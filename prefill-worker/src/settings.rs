@@ -61,7 +61,7 @@ impl Settings for PrefillSettings {
         if self.cluster.is_shared() && self.name.is_none() {
             return Err(ConfigError::Missing { key: "name" });
         }
-        Advertise::check(self.advertise.as_ref().map(|Text(advertise)| advertise), self.addr)?;
+        Advertise::check(self.advertise.as_ref().map(|Text(advertise)| advertise), "addr", self.addr)?;
         self.engine.validate()
     }
 

@@ -9,7 +9,6 @@ use std::{
 use crate::{
     config::{ConfigError, RoleArgs, Settings},
     exit::Exit,
-    parent,
     signals::Signals,
     telemetry::{LogConfig, init_tracing},
 };
@@ -72,7 +71,6 @@ fn start<S: Settings, F>(args: RoleArgs<S>, serve: impl FnOnce(S, Signals) -> F)
 where
     F: Future<Output = Result<Exit, RoleError>>,
 {
-    parent::follow().map_err(RoleError::failed)?;
     let settings = args.load()?;
     init_tracing(&LogConfig { filter: settings.log().to_owned() }).map_err(ConfigError::Log)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();

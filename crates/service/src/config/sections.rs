@@ -139,11 +139,11 @@ impl Advertise {
         Self { host: self.host.clone(), port: None }
     }
 
-    /// Refuses an address that nobody can dial, unless another is told to others.
-    pub fn check(advertise: Option<&Self>, addr: SocketAddr) -> Result<(), ConfigError> {
+    /// Refuses an address, set by `key`, that nobody can dial, unless another is told to others.
+    pub fn check(advertise: Option<&Self>, key: &str, addr: SocketAddr) -> Result<(), ConfigError> {
         if advertise.is_none() && addr.ip().is_unspecified() {
             return Err(ConfigError::Contradiction {
-                key: "addr".to_owned(),
+                key: key.to_owned(),
                 value: addr.to_string(),
                 must: "an address that others can dial, unless `advertise` says which they are to use"
                     .to_owned(),
