@@ -106,6 +106,13 @@ pub(crate) struct UpArgs {
     /// Prefill workers.
     #[arg(long, default_value_t = 1, value_name = "P", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) prefill_workers: u16,
+    /// Run etcd and every role as a process of its own, to kill one and watch. etcd must be installed.
+    #[arg(long)]
+    pub(crate) processes: bool,
+    /// Decode groups; more than one only as processes.
+    #[arg(long, default_value_t = 1, value_name = "G", requires = "processes")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=16))]
+    pub(crate) groups: u16,
     /// Where the OpenAI API, health and metrics are served.
     #[arg(long, default_value = "127.0.0.1:8080", value_name = "ADDR")]
     pub(crate) http: SocketAddr,
@@ -222,6 +229,22 @@ impl RoleCommand {
 }
 
 impl EngineArgs {
+    /// The same arguments, as settings of roles. Shape and threads are not among them.
+    pub(crate) fn settings(&self) -> Vec<(&'static str, toml::Value)> {
+        let count = |n: usize| toml::Value::from(i64::try_from(n).unwrap_or(i64::MAX));
+        let given = [
+            ("engine.weights", Some(self.weights.to_string().into())),
+            ("engine.kv_dtype", Some(self.kv_dtype.to_string().into())),
+            ("engine.kv_mem", Some(format!("{} MiB", self.kv_mib).into())),
+            ("engine.max_seq_len", self.max_seq_len.map(count)),
+            ("engine.isa", self.isa.map(|isa| isa.to_string().into())),
+            ("ranks.merge", Some(self.merge.to_string().into())),
+            ("ranks.query", Some(self.query.to_string().into())),
+            ("ranks.local_prefill_max", self.local_prefill_max.map(count)),
+        ];
+        given.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
+    }
+
     /// The same arguments, as a child process takes them.
     pub(crate) fn to_args(&self, shape: GroupShape) -> Vec<String> {
         let given = [

@@ -7,6 +7,7 @@ mod chat;
 mod error;
 mod generate;
 mod model;
+mod processes;
 mod ranks;
 mod up;
 
@@ -45,6 +46,7 @@ fn run(command: OwnCommand) -> Result<(), CliError> {
         .map_err(|error| CliError::Start(format!("the async runtime could not start: {error}")))?;
     runtime.block_on(async {
         match command {
+            OwnCommand::Up(args) if args.processes => processes::run(args).await,
             OwnCommand::Up(args) => up::run(args).await,
             OwnCommand::Chat(args) => chat::run(args).await,
             OwnCommand::Generate(args) => generate::run(args).await,

@@ -116,14 +116,21 @@ impl Summary {
 
     fn text(&self) -> String {
         let Self { name, grpc, http, lines } = self;
-        let body = format!(
-            r#"{{"model":"{name}","messages":[{{"role":"user","content":"Name the capital of France."}}]}}"#
-        );
+        let try_it = try_it(name, *http);
         format!(
-            "\nLongreach is ready\n\n{}\ngRPC      {grpc}\nHTTP      http://{http}\n\ntry it:\n\n  curl \
-             http://{}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n",
-            lines.join("\n"),
-            reachable(*http),
+            "\nLongreach is ready\n\n{}\ngRPC      {grpc}\nHTTP      http://{http}\n{try_it}",
+            lines.join("\n")
         )
     }
+}
+
+/// A first question to a router at `http` that serves the model `name`.
+pub(crate) fn try_it(name: &str, http: SocketAddr) -> String {
+    let body = format!(
+        r#"{{"model":"{name}","messages":[{{"role":"user","content":"Name the capital of France."}}]}}"#
+    );
+    format!(
+        "\ntry it:\n\n  curl http://{}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n",
+        reachable(http)
+    )
 }

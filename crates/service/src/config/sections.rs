@@ -3,12 +3,14 @@
 use std::{fmt, net::SocketAddr, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
 use clap::Args;
-use longreach_cluster::{Coordinator, KeySpace, MemoryCoordinator};
+use longreach_cluster::{
+    Coordinator, EtcdConfig, EtcdCoordinator, EtcdIdentity, EtcdTls, KeySpace, MemoryCoordinator,
+};
 use longreach_tls::{Role, Security, TlsFiles};
 use serde::{Deserialize, Serialize};
 
 use super::{ConfigError, Span};
-use crate::role::RoleError;
+use crate::role::{RoleError, sentence};
 
 /// Leases are counted in seconds, and a renewal needs time.
 const MIN_LEASE_TTL: Duration = Duration::from_secs(2);
@@ -24,6 +26,18 @@ pub struct ClusterSection {
     /// a router is given.
     #[arg(long, id = "cluster.etcd", value_delimiter = ',', value_name = "URL")]
     pub etcd: Vec<String>,
+    /// The certificates, in PEM, that may have signed etcd's; for https endpoints.
+    #[arg(long, id = "cluster.etcd_ca", value_name = "PATH")]
+    pub etcd_ca: Option<PathBuf>,
+    /// This process's own certificate, where etcd asks for one.
+    #[arg(long, id = "cluster.etcd_cert", value_name = "PATH")]
+    pub etcd_cert: Option<PathBuf>,
+    /// The key of etcd_cert.
+    #[arg(long, id = "cluster.etcd_key", value_name = "PATH")]
+    pub etcd_key: Option<PathBuf>,
+    /// The name in etcd's certificate, where it is not the host of the endpoint.
+    #[arg(long, id = "cluster.etcd_server_name", value_name = "NAME")]
+    pub etcd_server_name: Option<String>,
     /// How long a registration outlives a process that has died, or lost etcd. Longer survives longer trouble of etcd
     /// without a change of membership; shorter removes the dead sooner, whom their peers notice in any case.
     #[arg(long, id = "cluster.lease_ttl", default_value = "30s")]
@@ -46,29 +60,53 @@ impl ClusterSection {
                 must: format!("at least {}", Span(MIN_LEASE_TTL)),
             });
         }
-        match self.etcd.iter().find(|url| !url.starts_with("http://") && !url.starts_with("https://")) {
-            Some(url) => Err(ConfigError::Contradiction {
-                key: "cluster.etcd".to_owned(),
-                value: format!("{url:?}"),
-                must: "http://host:port or https://host:port".to_owned(),
-            }),
-            None => Ok(()),
-        }
+        self.etcd_config().map(drop)
     }
 
     /// The keys of the cluster in its store.
     pub fn keys(&self) -> Result<KeySpace, ConfigError> {
-        KeySpace::new(&self.name).map_err(|error| ConfigError::BadValue {
-            file: None,
-            key: "cluster.name".to_owned(),
-            reason: error.to_string(),
-        })
+        KeySpace::new(&self.name).map_err(|error| bad("cluster.name", error.to_string()))
     }
 
-    /// The store. Without etcd it is this process's own, which nobody else sees.
+    /// The store. Without etcd it is this process's own, which nobody else sees. That etcd is away is no error.
     pub fn coordinator(&self) -> Result<Arc<dyn Coordinator>, ConfigError> {
-        Ok(Arc::new(MemoryCoordinator::default()))
+        let Some(config) = self.etcd_config()? else { return Ok(Arc::new(MemoryCoordinator::default())) };
+        match EtcdCoordinator::new(config) {
+            Ok(etcd) => Ok(Arc::new(etcd)),
+            Err(error) => Err(bad("cluster.etcd", sentence(&error))),
+        }
     }
+
+    fn etcd_config(&self) -> Result<Option<EtcdConfig>, ConfigError> {
+        let identity = match (&self.etcd_cert, &self.etcd_key) {
+            (Some(cert), Some(key)) => Some(EtcdIdentity { cert: cert.clone(), key: key.clone() }),
+            (None, None) => None,
+            (Some(_), None) => return Err(ConfigError::Missing { key: "cluster.etcd_key" }),
+            (None, Some(_)) => return Err(ConfigError::Missing { key: "cluster.etcd_cert" }),
+        };
+        let tls = match (&self.etcd_ca, &identity) {
+            (Some(ca), _) => {
+                Some(EtcdTls { ca: ca.clone(), identity, server_name: self.etcd_server_name.clone() })
+            }
+            (None, Some(_)) => return Err(ConfigError::Missing { key: "cluster.etcd_ca" }),
+            (None, None) => None,
+        };
+        let scheme = if tls.is_some() { "https://" } else { "http://" };
+        if let Some(url) = self.etcd.iter().find(|url| !url.starts_with(scheme)) {
+            let must = match &tls {
+                Some(_) => "https://host:port, for cluster.etcd_ca is set".to_owned(),
+                None => "http://host:port; https needs cluster.etcd_ca".to_owned(),
+            };
+            let key = "cluster.etcd".to_owned();
+            return Err(ConfigError::Contradiction { key, value: format!("{url:?}"), must });
+        }
+        let config = EtcdConfig { endpoints: self.etcd.clone(), tls, ..EtcdConfig::default() };
+        Ok(self.is_shared().then_some(config))
+    }
+}
+
+fn bad(key: &str, reason: String) -> ConfigError {
+    ConfigError::BadValue { file: None, key: key.to_owned(), reason }
 }
 
 /// Who a process is to the others of its cluster: three files in PEM form. Without them everybody who reaches the
