@@ -15,6 +15,7 @@ use std::{
     collections::BTreeMap,
     io,
     net::{SocketAddr, TcpListener},
+    ops::Range,
     sync::Arc,
     time::Duration,
 };
@@ -31,7 +32,7 @@ use longreach_engine::{
 use longreach_proto::worker::{decode_server, kv_server};
 use longreach_service::{AdminBindError, Hold, ReadinessCell, config::Advertise};
 use longreach_tls::Security;
-use longreach_types::{Epoch, WorkerId};
+use longreach_types::{Epoch, Incarnation, WorkerId};
 use longreach_worker::Ops;
 use tokio::sync::watch;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -168,12 +169,7 @@ impl DecodeConfig {
         cluster: Cluster,
         progress: impl Fn(usize, usize) + Send + Sync + 'static,
     ) -> Result<DecodeWorker, StartError> {
-        let n_ranks = self.engine.shape.n_ranks();
-        let ranks = match self.hosting {
-            Hosting::Whole => 0..n_ranks,
-            Hosting::Rank { rank, .. } if rank < n_ranks => rank..rank + 1,
-            Hosting::Rank { rank, .. } => return Err(StartError::NoSuchRank { rank, n_ranks }),
-        };
+        let ranks = self.ranks()?;
         let max_seq_len = model.max_seq_len(&self.engine)?;
         let layout_hash = model.layout_hash(&self.engine);
         let listener = self.listen_for_peers()?;
@@ -194,7 +190,7 @@ impl DecodeConfig {
                 id: WorkerId(format!("{}-{rank}", self.group_id)),
                 incarnation: Default::default(),
                 rank,
-                n_ranks,
+                n_ranks: self.engine.shape.n_ranks(),
                 dcp_size: self.engine.shape.dcp_size(),
                 endpoint: format!("{}://{authority}", self.security.scheme()),
                 peer_addr: peer_addr.clone(),
@@ -202,21 +198,9 @@ impl DecodeConfig {
             });
             doors.push(door);
         }
-        let (loading, config, hosting) = (model.clone(), self.engine.clone(), self.hosting);
-        let load = move || -> Result<_, BuildError> {
-            Ok(match (hosting, listener) {
-                (Hosting::Rank { rank: idx, .. }, Some((listener, _))) => {
-                    let rank = Box::new(Rank::load(&loading, &config, idx, &progress)?);
-                    let weight_bytes = vec![rank.weight_bytes()];
-                    (Hosted::One { rank, idx, listener: Arc::new(listener) }, weight_bytes)
-                }
-                _ => {
-                    let group = DecodeGroup::load(&loading, &config, &progress)?;
-                    let weight_bytes = group.weight_bytes();
-                    (Hosted::Whole(group), weight_bytes)
-                }
-            })
-        };
+        let (loading, config) = (model.clone(), self.engine.clone());
+        let one = listener.map(|(listener, _)| (members[0].rank, listener));
+        let load = move || load(&loading, &config, one, &progress);
         let ops = Ops::open("decode", self.http_addr).await?;
         let life = watch::Sender::new(None::<EngineHandle>);
         let current = life.subscribe();
@@ -235,6 +219,16 @@ impl DecodeConfig {
             is_serving: watch::Sender::new(false),
             ops,
         })
+    }
+
+    /// The ranks that the process hosts.
+    fn ranks(&self) -> Result<Range<usize>, StartError> {
+        let n_ranks = self.engine.shape.n_ranks();
+        match self.hosting {
+            Hosting::Whole => Ok(0..n_ranks),
+            Hosting::Rank { rank, .. } if rank < n_ranks => Ok(rank..rank + 1),
+            Hosting::Rank { rank, .. } => Err(StartError::NoSuchRank { rank, n_ranks }),
+        }
     }
 
     fn listen_for_peers(&self) -> Result<Option<(TcpListener, SocketAddr)>, StartError> {
@@ -295,11 +289,8 @@ impl DecodeWorker {
         let leader = leads.then(|| Leader::new(life.subscribe(), config.group_id.clone(), gate.clone()));
         let leader = leader.map(|leader| decode_server(Arc::new(leader)));
         let readiness = ops.readiness.clone();
-        tasks.spawn(
-            close
-                .clone()
-                .run_until_cancelled_owned(hold_without_group(readiness.clone(), is_serving.subscribe())),
-        );
+        let holding = hold_without_group(readiness.clone(), is_serving.subscribe());
+        tasks.spawn(close.clone().run_until_cancelled_owned(holding));
         readiness.started();
         let mut ops = Some(ops);
         let mut servers = Vec::new();
@@ -335,22 +326,9 @@ impl DecodeWorker {
             backoff: Backoff::default(),
             seen: Epoch(0),
         };
-        // What ends the process besides its shutdown: another one that has its name.
-        let rivals: Vec<_> =
-            formation.registrations.values().cloned().map(superseded).map(Box::pin).collect();
         let end = shutdown.child_token();
-        let closing = end.clone();
-        let rival = tasks.spawn(async move {
-            // Both arms only wait.
-            let rival = tokio::select! {
-                () = closing.cancelled() => None,
-                (by, ..) = select_all(rivals) => Some(by),
-            };
-            readiness.draining();
-            gate.close();
-            closing.cancel();
-            rival
-        });
+        let states = formation.registrations.values().cloned().collect();
+        let rival = tasks.spawn(rival_or_end(states, (readiness, gate), end.clone()));
         let drained = formation.run(&end, &leave).await;
         leave.cancel();
         close.cancel();
@@ -363,12 +341,47 @@ impl DecodeWorker {
         tasks.wait().await;
         if let Ok(Some(by)) = rival.await {
             return Err(format!(
-                "another process registered under the name of a rank of this one, as incarnation {by}: a group has \
-                 one process for each rank"
+                "another process took a rank's name, as incarnation {by}: a rank has one process"
             ));
         }
         outcome.map(|()| drained)
     }
+}
+
+/// Waits for `end`, or for another process that has taken a rank's name over, which then is the end. From then on no new
+/// work is taken.
+async fn rival_or_end(
+    states: Vec<watch::Receiver<RegistrationState>>,
+    (readiness, gate): (ReadinessCell, Gate),
+    end: CancellationToken,
+) -> Option<Incarnation> {
+    let rivals: Vec<_> = states.into_iter().map(superseded).map(Box::pin).collect();
+    // Both arms only wait.
+    let rival = tokio::select! {
+        () = end.cancelled() => None,
+        (by, ..) = select_all(rivals) => Some(by),
+    };
+    readiness.draining();
+    gate.close();
+    end.cancel();
+    rival
+}
+
+/// Packs the one rank that is hosted and listens for its peers, or all. Gives the bytes of weights of each, too.
+fn load(
+    model: &Model,
+    config: &EngineConfig,
+    one: Option<(usize, TcpListener)>,
+    progress: &(dyn Fn(usize, usize) + Sync),
+) -> Result<(Hosted, Vec<usize>), BuildError> {
+    if let Some((idx, listener)) = one {
+        let rank = Box::new(Rank::load(model, config, idx, progress)?);
+        let weight_bytes = vec![rank.weight_bytes()];
+        return Ok((Hosted::One { rank, idx, listener: Arc::new(listener) }, weight_bytes));
+    }
+    let group = DecodeGroup::load(model, config, progress)?;
+    let weight_bytes = group.weight_bytes();
+    Ok((Hosted::Whole(group), weight_bytes))
 }
 
 /// Registers every hosted rank until `leave`.

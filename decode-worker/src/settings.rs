@@ -9,8 +9,9 @@ use clap::Args;
 use longreach_engine::EngineConfig;
 use longreach_service::{
     ConfigError, Settings,
-    config::{Advertise, ClusterSection, Span, Text},
+    config::{Advertise, ClusterSection, Span, Text, TlsSection},
 };
+use longreach_tls::Security;
 use longreach_types::{GroupShape, MergeForm, QueryForm};
 use longreach_worker::{EngineSection, WorkerDrainSection};
 use serde::{Deserialize, Serialize};
@@ -52,6 +53,9 @@ pub struct DecodeSettings {
     /// The cluster that the group is part of.
     #[command(flatten)]
     pub cluster: ClusterSection,
+    /// Who the process is to the others of the cluster.
+    #[command(flatten)]
+    pub tls: TlsSection,
     /// The shape of the group, and how it comes and stays together.
     #[command(flatten)]
     pub ranks: RanksSection,
@@ -116,6 +120,7 @@ impl Settings for DecodeSettings {
     fn validate(&self) -> Result<(), ConfigError> {
         self.model()?;
         self.cluster.validate()?;
+        self.tls.files()?;
         if self.cluster.is_shared() && self.group.is_none() {
             return Err(ConfigError::Missing { key: "group" });
         }
@@ -197,6 +202,7 @@ impl DecodeSettings {
             advertise: self.advertise.clone().map(|Text(advertise)| advertise),
             http_addr: self.http_addr,
             engine,
+            security: Security::Plaintext,
             formation: FormationConfig { connect_timeout: ranks.connect_timeout.0, lease_ttl },
             drain_grace: self.drain.grace.0,
         })

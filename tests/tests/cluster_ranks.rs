@@ -137,7 +137,7 @@ async fn of_two_processes_with_one_name_the_older_ends_and_says_why() -> Result<
     older.serves().await?;
     let mut newer = parts.rank("a", 0, engine).await?;
     let error = older.part.ended().await?.err().ok_or("the older of two went on")?;
-    assert!(error.contains("another process registered"), "{error}");
+    assert!(error.contains("another process took"), "{error}");
     newer.serves().await?;
     newer.part.drain().await
 }

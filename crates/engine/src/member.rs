@@ -10,8 +10,8 @@ use std::{
 };
 
 use longreach_collective::{
-    CommError, Communicator,
-    control::{ControlLink, ControlSender, Leader, Reader},
+    AbortHandle, CommError, Communicator,
+    control::{Broadcaster, ControlError, ControlLink, ControlSender, Leader, Reader},
 };
 use longreach_kernels::Exec;
 use longreach_model::{Backend, Comms, CpuBackend, LoadOptions, ModelShard, shard::head_split};
@@ -204,16 +204,7 @@ impl Member {
         let lane_tasks = TaskTracker::new();
         let (broadcaster, readers) = match parts.control {
             Some(control) => {
-                let abort = parts.world.abort_handle();
-                let (broadcaster, readers) = control.spawn_readers(move |rank, message| {
-                    if let Err(end) = &message {
-                        // The engine may be in a collective with that very rank: it must not wait out its bound.
-                        warn!(rank, %end, "control link ended");
-                        abort.abort();
-                    }
-                    // A stopped engine needs no more events.
-                    let _stopped = follower_in.blocking_send((rank, message));
-                })?;
+                let (broadcaster, readers) = hear(control, parts.world.abort_handle(), follower_in)?;
                 (Some(broadcaster), readers)
             }
             None => (None, Vec::new()),
@@ -334,6 +325,23 @@ fn first_info(epoch: Epoch, setup: &EngineSetup) -> EngineInfo {
         leaving: None,
         failure: None,
     }
+}
+
+/// Hands what followers say to the engine. The end of a link ends the epoch at once: the engine may be in a collective
+/// with that very rank, and must not wait out its bound.
+fn hear(
+    control: Leader,
+    abort: AbortHandle,
+    events: mpsc::Sender<(usize, Result<Vec<u8>, ControlError>)>,
+) -> std::io::Result<(Broadcaster, Vec<Reader>)> {
+    control.spawn_readers(move |rank, message| {
+        if let Err(end) = &message {
+            warn!(rank, %end, "control link ended");
+            abort.abort();
+        }
+        // A stopped engine needs no more events.
+        let _stopped = events.blocking_send((rank, message));
+    })
 }
 
 /// Starts a rank's thread, which joins its group and then runs `run`; returns when it has joined.
