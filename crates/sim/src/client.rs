@@ -23,6 +23,9 @@ const MAX_FAULT: Duration = Duration::from_secs(20);
 /// A request may be lost if so many faults hit the cluster in its life; after fewer, if there is a way around them, not.
 const MANY_FAULTS: usize = 2;
 
+/// What goes wrong between processes that live.
+const IN_BETWEEN: &[&str] = &["link cut", "connections reset", "chunk spoilt"];
+
 /// Harm that is done to a cluster explains failures for this long: longer than the longest lease and recovery.
 const AFTERMATH: Duration = Duration::from_secs(60);
 
@@ -195,8 +198,11 @@ impl Request {
         let now = Instant::now();
         let recovery_window = world.scenario.recovery.recovery_window;
         // A fault that began before the request may be there still.
-        let n_harms = world.services.n_harms_since(started.checked_sub(MAX_FAULT).unwrap_or(started));
-        let troubled = world.services.n_harms_since(now.checked_sub(AFTERMATH).unwrap_or(now)) > 0;
+        let begun = started.checked_sub(MAX_FAULT).unwrap_or(started);
+        let n_harms = world.services.n_harms_since(begun, |_| true);
+        // Where nobody died, attempts are made and fail, one after the other. The dead are waited for.
+        let n_in_between = world.services.n_harms_since(begun, |kind| IN_BETWEEN.contains(&kind));
+        let troubled = world.services.last_trouble().is_some_and(|last| now - last < AFTERMATH);
         let excused = match error.code {
             Code::ResourceExhausted => *n_tokens == 0,
             Code::Unavailable | Code::Aborted if !accepted => troubled,
@@ -204,7 +210,7 @@ impl Request {
                 // No way around a fault, or one that lasted too long. Where all are under suspicion a router can only
                 // guess, so two faults may cost all attempts.
                 n_harms >= MANY_FAULTS
-                    || n_harms > 0 && !world.had_calm_pair(router, started)
+                    || n_in_between > 0 && !world.had_calm_pair(router, started)
                     || n_harms > 0 && started.elapsed() >= recovery_window
             }
             _ => false,

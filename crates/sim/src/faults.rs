@@ -126,6 +126,9 @@ impl Fault {
                 if !world.drain_worker(node, Duration::from_secs(5)).await {
                     note(&world, "drain cut off", &[node]);
                 }
+                if rng.chance(300) && world.retire(node) {
+                    note(&world, "process retired", &[node]);
+                }
                 world.boot_worker(node);
             }
             Kind::Spoil => world.services.spoil_next(),
@@ -147,7 +150,7 @@ impl Fault {
                 sleep(self.lasts).await;
                 world.host.memory.set_available(true);
                 world.host.ring();
-                note(world, "store back", &[]);
+                note_end(world, "store back", &[]);
             }
             StoreTrouble::WatchesBroken => {
                 note(world, "watches broken", &[]);
@@ -177,7 +180,7 @@ impl Fault {
         let kind = if death == Death::Killed { "process killed" } else { "host vanished" };
         note(world, kind, &[node]);
         sleep(self.lasts.min(Duration::from_secs(10))).await;
-        note(world, "process started again", &[node]);
+        note_end(world, "process started again", &[node]);
         world.boot_worker(node);
     }
 
@@ -186,7 +189,7 @@ impl Fault {
             note(world, "process stopped", &[node]);
             sleep(self.lasts).await;
             world.net.set_frozen(node, false);
-            note(world, "process continued", &[node]);
+            note_end(world, "process continued", &[node]);
         }
     }
 
@@ -195,15 +198,27 @@ impl Fault {
             note(world, kind, &[a, b]);
             sleep(self.lasts).await;
             world.net.set_cut(a, b, false);
-            note(world, "link healed", &[a, b]);
+            note_end(world, "link healed", &[a, b]);
         }
     }
 }
 
+/// Something goes wrong.
 fn note(world: &World, kind: &'static str, nodes: &[NodeId]) {
+    log(world, kind, nodes);
+    world.services.harm(kind);
+}
+
+/// Something is well again.
+fn note_end(world: &World, kind: &'static str, nodes: &[NodeId]) {
+    log(world, kind, nodes);
+    world.journal.count(kind);
+    world.services.trouble();
+}
+
+fn log(world: &World, kind: &'static str, nodes: &[NodeId]) {
     let names: Vec<_> = nodes.iter().map(|&node| world.net.name(node)).collect();
     world.journal.note(format_args!("FAULT {kind} {}", names.join(" ")));
-    world.services.harm(kind);
 }
 
 /// Two nodes that speak to each other.

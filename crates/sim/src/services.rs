@@ -24,7 +24,8 @@ struct Shared {
     engines: BTreeMap<String, (NodeId, Option<EngineHandle>)>,
     ranks: BTreeMap<String, (NodeId, Option<Door>)>,
     n_to_spoil: usize,
-    harms: Vec<Instant>,
+    harms: Vec<(Instant, &'static str)>,
+    last_trouble: Option<Instant>,
     draining: BTreeSet<NodeId>,
 }
 
@@ -79,12 +80,23 @@ impl Services {
     /// Takes note of something that may cost a request an attempt.
     pub(crate) fn harm(&self, kind: &'static str) {
         self.journal.count(kind);
-        self.shared().harms.push(Instant::now());
+        self.shared().harms.push((Instant::now(), kind));
+        self.trouble();
     }
 
-    /// How much harm was done since `time`.
-    pub(crate) fn n_harms_since(&self, time: Instant) -> usize {
-        self.shared().harms.iter().filter(|&&harm| harm >= time).count()
+    /// Takes note that something begins or ceases to be wrong.
+    pub(crate) fn trouble(&self) {
+        self.shared().last_trouble = Some(Instant::now());
+    }
+
+    /// When something last began or ceased to be wrong.
+    pub(crate) fn last_trouble(&self) -> Option<Instant> {
+        self.shared().last_trouble
+    }
+
+    /// How much harm was done since `time`, of the kinds that count.
+    pub(crate) fn n_harms_since(&self, time: Instant, counts: impl Fn(&str) -> bool) -> usize {
+        self.shared().harms.iter().filter(|(at, kind)| *at >= time && counts(kind)).count()
     }
 
     /// From now on `node` refuses new work, or takes it again.

@@ -95,7 +95,7 @@ impl Group {
 impl World {
     /// Starts what runs on `node`, unless it runs.
     pub(crate) fn boot_worker(self: &Arc<Self>, node: NodeId) {
-        if !self.net.boot(node) {
+        if self.retired().contains(&node) || !self.net.boot(node) {
             return;
         }
         self.journal.note(format_args!("{} boots", self.net.name(node)));

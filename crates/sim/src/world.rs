@@ -1,7 +1,7 @@
 //! One run: a cluster comes up, clients ask, faults happen, everything heals, and nothing may be left over.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -53,6 +53,8 @@ pub(crate) struct World {
     pub(crate) routers: Vec<RouterSlot>,
     pub(crate) clients: TaskTracker,
     leaves: Mutex<BTreeMap<NodeId, CancellationToken>>,
+    /// Processes that do not come back.
+    retired: Mutex<BTreeSet<NodeId>>,
     registrations: Mutex<BTreeMap<String, watch::Receiver<RegistrationState>>>,
 }
 
@@ -112,6 +114,7 @@ impl World {
             routers,
             clients: TaskTracker::new(),
             leaves: Mutex::default(),
+            retired: Mutex::default(),
             registrations: Mutex::default(),
             scenario,
             journal,
@@ -226,10 +229,12 @@ impl World {
         let formed: Vec<_> = self
             .groups
             .iter()
+            .filter(|group| !self.retired().contains(&group.nodes[0]))
             .map(|group| (WorkerId(group.id.0.clone()), group.engine_face.info().epoch.0))
             .collect();
         check_equal("groups as formed and as stored", &formed, &groups)?;
-        let registered: Vec<_> = self.prefills.iter().map(|prefill| self.registered(&prefill.id)).collect();
+        let prefills_left = self.prefills.iter().filter(|prefill| !self.retired().contains(&prefill.node));
+        let registered: Vec<_> = prefills_left.map(|prefill| self.registered(&prefill.id)).collect();
         check_equal("prefill workers as they live and as stored", &registered, &prefills)?;
         for slot in &self.routers {
             let Some(life) = slot.life().clone() else { return Err("a router is down".to_owned()) };
@@ -263,6 +268,20 @@ impl World {
 
     pub(crate) fn leaves(&self) -> MutexGuard<'_, BTreeMap<NodeId, CancellationToken>> {
         self.leaves.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn retired(&self) -> MutexGuard<'_, BTreeSet<NodeId>> {
+        self.retired.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a worker out for good, unless it is the last of its role.
+    pub(crate) fn retire(&self, node: NodeId) -> bool {
+        let leaders: Vec<_> = self.groups.iter().map(|group| group.nodes[0]).collect();
+        let prefills: Vec<_> = self.prefills.iter().map(|prefill| prefill.node).collect();
+        let role = if leaders.contains(&node) { leaders } else { prefills };
+        let mut retired = self.retired();
+        let n_left = role.iter().filter(|node| !retired.contains(node)).count();
+        n_left > 1 && retired.insert(node)
     }
 
     /// Cancelled when the process on `node` leaves the cluster.

@@ -14,6 +14,7 @@ const MUST_HAPPEN: &[(&str, u64)] = &[
     ("host vanished", 20),
     ("process stopped", 30),
     ("process drains", 30),
+    ("process retired", 5),
     ("link cut", 40),
     ("link to the store cut", 10),
     ("connections reset", 30),
