@@ -27,6 +27,7 @@ use longreach_engine::{
 };
 use longreach_model::files::{ModelFiles, resolve};
 use longreach_proto::worker::{PullMessage, PullRequest, Reservation, kv_server};
+use longreach_tls::Security;
 use longreach_types::{Epoch, GroupShape, Prompt, RequestId, SamplingParams, TokenId};
 use tokio::runtime::Handle;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -67,7 +68,7 @@ impl Cluster {
         let (servers, close) = (TaskTracker::new(), CancellationToken::new());
         let mut endpoints = Vec::new();
         for inlet in life.inlets() {
-            let door = Door::open(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).await?;
+            let door = Door::open(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), Security::Plaintext).await?;
             endpoints.push(door.endpoint());
             servers.spawn(door.serve(Routes::new(kv_server(Arc::new(inlet))), close.clone()));
         }
