@@ -147,7 +147,7 @@ impl LocalCluster {
     where
         P: Fn(usize, usize) + Send + Sync + 'static,
     {
-        let LocalConfig { engine, prefill_threads, n_prefills, router, security, worker_grace } = config;
+        let LocalConfig { engine, prefill_threads, n_prefills, mut router, security, worker_grace } = config;
         let keys = KeySpace::new(CLUSTER_NAME)?;
         let coordinator: Arc<dyn Coordinator> = Arc::new(MemoryCoordinator::default());
         let cluster = Cluster { coordinator: Arc::clone(&coordinator), keys: keys.clone() };
@@ -175,6 +175,7 @@ impl LocalCluster {
             prefills.push(prefill.build(model, &keys, bar).await?);
         }
         let source = WorkerSource::Cluster { coordinator: Arc::clone(&coordinator), keys };
+        router.workers.prefill_optional |= n_prefills == 0;
         let router = router.build(source, text)?.bind().await?;
         Ok(Self { coordinator, decode, prefills, router })
     }

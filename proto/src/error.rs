@@ -47,6 +47,9 @@ pub enum WorkerError {
         /// The sender's value.
         got: String,
     },
+    /// A peer of the worker refused to work with it; an operator must act.
+    #[error("{0}")]
+    PeerMismatch(String),
     /// Transferred bytes are wrong; the router starts again from prefill.
     #[error("KV data wrong: {0}")]
     DataLoss(String),
@@ -66,7 +69,7 @@ impl WorkerError {
             Self::QueueFull { .. } => Code::ResourceExhausted,
             Self::Unavailable(_) => Code::Unavailable,
             Self::Aborted(_) => Code::Aborted,
-            Self::LayoutMismatch { .. } => Code::FailedPrecondition,
+            Self::LayoutMismatch { .. } | Self::PeerMismatch(_) => Code::FailedPrecondition,
             Self::DataLoss(_) => Code::DataLoss,
             Self::Cancelled => Code::Cancelled,
             Self::Internal(_) => Code::Internal,

@@ -13,6 +13,6 @@ pub use server::{
 };
 pub use types::{
     DecodeEvent, FirstToken, GenerateRequest, GroupInfo, KvAck, KvChunk, KvCommit, KvLayout, KvMessage,
-    KvOpen, OutputToken, PoolState, PrefillEvent, PrefillInfo, PullDone, PullMessage, PullRequest,
-    RankTarget, Reservation, RunRequest,
+    KvOpen, LayoutError, OutputToken, PoolState, PrefillEvent, PrefillInfo, PullDone, PullMessage,
+    PullRequest, RankTarget, Reservation, RunRequest,
 };

@@ -17,7 +17,8 @@ use crate::{
     random::Random,
     request::{RequestLimits, SamplingDefaults},
     server::Router,
-    workers::{Dial, GrpcDial, Pool, WorkerConfig},
+    stall::StallWatch,
+    workers::{Dial, Fleet, GrpcDial, Pool, WorkerConfig},
 };
 
 /// Everything about a router that can be set.
@@ -133,7 +134,9 @@ impl RouterConfig {
         positive("connect_timeout", self.workers.connect_timeout)?;
         positive("workers.keep_alive_interval", self.workers.keep_alive_interval)?;
         positive("poll_interval", self.workers.poll_interval)?;
+        positive("workers.keep_alive_timeout", self.workers.keep_alive_timeout)?;
         positive("heartbeat_interval", self.streams.heartbeat_interval)?;
+        positive("stall_timeout", self.streams.stall_timeout)?;
         positive("keep_alive_interval", self.serving.keep_alive_interval)
     }
 
@@ -156,9 +159,10 @@ impl RouterConfig {
         let dial: Arc<dyn Dial> =
             Arc::new(GrpcDial { config: self.workers, security: self.security.clone() });
         let random = Random::default();
+        let means = (dial, Arc::new(Fleet::new(metrics.clone())));
         let dispatcher = Arc::new(Dispatcher {
-            decodes: Pool::new(self.workers, lifecycle.clone(), Arc::clone(&dial), random.clone()),
-            prefills: Pool::new(self.workers, lifecycle.clone(), dial, random.clone()),
+            decodes: Pool::new(self.workers, lifecycle.clone(), means.clone(), random.clone()),
+            prefills: Pool::new(self.workers, lifecycle.clone(), means, random.clone()),
             recovery: self.recovery,
             metrics: metrics.clone(),
             random,
@@ -167,6 +171,7 @@ impl RouterConfig {
         let gateway = Arc::new(Gateway {
             model_name: self.model_name.clone(),
             text,
+            stalls: Arc::new(StallWatch::new(self.streams.stall_timeout, metrics.clone())),
             limits: self.limits,
             sampling: self.sampling,
             dispatcher,

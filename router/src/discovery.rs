@@ -36,6 +36,15 @@ pub enum WorkerSource {
 }
 
 impl WorkerSource {
+    /// Whether prompts can be expected that need a prefill worker: in a cluster, unless they are `optional`; with a
+    /// fixed list, if one is on it.
+    pub(crate) fn needs_prefill(&self, optional: bool) -> bool {
+        match self {
+            Self::Fixed { prefills, .. } => !prefills.is_empty(),
+            Self::Cluster { .. } => !optional,
+        }
+    }
+
     /// Checks the addresses of a fixed list; a cluster's are checked as they come.
     pub(crate) fn validate(&self, scheme: &str) -> Result<(), ConfigError> {
         let Self::Fixed { decodes, prefills } = self else { return Ok(()) };
@@ -86,8 +95,14 @@ pub(crate) async fn follow(source: WorkerSource, dispatcher: Arc<Dispatcher>, ca
 
 /// A fixed worker is called by its address.
 fn fixed(endpoints: Vec<String>) -> Vec<Address> {
-    let address = |endpoint: String| Address { name: WorkerId(endpoint.clone()), life: 0, endpoint };
+    let address =
+        |endpoint: String| Address { name: WorkerId(endpoint.clone()), life: 0, endpoint, layout: None };
     endpoints.into_iter().map(address).collect()
+}
+
+/// A layout that a registration says; the empty one says none.
+fn in_words(layout: String) -> Option<String> {
+    Some(layout).filter(|layout| !layout.is_empty())
 }
 
 impl Roster {
@@ -104,6 +119,7 @@ impl Roster {
                     name: worker.id.clone(),
                     life: worker.incarnation.0,
                     endpoint: worker.endpoint,
+                    layout: in_words(worker.layout_hash),
                 };
                 self.prefills.insert(worker.id, address);
             }
@@ -114,7 +130,12 @@ impl Roster {
             }
             MemberEvent::GroupReady { group, ready } => {
                 let name = WorkerId(group.0.clone());
-                let address = Address { name, life: ready.epoch.0, endpoint: ready.endpoint };
+                let address = Address {
+                    name,
+                    life: ready.epoch.0,
+                    endpoint: ready.endpoint,
+                    layout: in_words(ready.layout_hash),
+                };
                 self.groups.insert(group, address);
             }
             MemberEvent::GroupUnready { group, ready } => {

@@ -12,7 +12,7 @@ mod leg;
 
 use std::{sync::Arc, time::Duration};
 
-use longreach_proto::worker::OutputToken;
+use longreach_proto::worker::{KvLayout, OutputToken};
 use longreach_types::{FinishReason, Prompt, SamplingParams, TokenId, WorkerId};
 use tokio::time::Instant;
 
@@ -70,6 +70,14 @@ pub(crate) struct Dispatcher {
     pub(crate) random: Random,
 }
 
+impl Dispatcher {
+    /// Whether somebody else than `worker` could do its part who has not `failed`.
+    fn has_alternative(&self, worker: &WorkerId, failed: &[WorkerId]) -> bool {
+        let decode = self.decodes.has_alternative(worker, failed);
+        decode.or_else(|| self.prefills.has_alternative(worker, failed)).unwrap_or(false)
+    }
+}
+
 /// What one output is made from.
 #[derive(Clone, Debug)]
 pub(crate) struct ChoiceSpec {
@@ -89,6 +97,8 @@ pub(crate) struct Choice {
     spec: ChoiceSpec,
     emitted: Vec<TokenId>,
     leg: Option<Leg>,
+    /// How the tokens that are out were computed.
+    layout: Option<KvLayout>,
     stage: Stage,
     failures: Failures,
     done: bool,
@@ -146,6 +156,7 @@ impl Choice {
             spec,
             emitted: Vec::new(),
             leg: None,
+            layout: None,
             stage: Stage::Queue,
             failures: Failures::default(),
             done: false,
@@ -182,8 +193,10 @@ impl Choice {
             priority: self.spec.priority,
             session: self.spec.session.as_deref(),
             failed: &self.failures.workers,
+            layout: self.layout.as_ref().filter(|_| !self.emitted.is_empty()),
         };
         let (leg, cached_len) = Leg::open(&self.dispatcher, &self.call, work).await?;
+        self.layout = Some(leg.layout().clone());
         self.leg = Some(leg);
         Ok(LegEvent::Accepted { cached_len })
     }
@@ -221,10 +234,7 @@ impl Choice {
     /// last token is complete all the same.
     async fn recover(&mut self, fault: Fault) -> Result<Option<ChoiceEvent>, ServiceError> {
         let leg = self.leg.take();
-        let was_at_work = leg.as_ref().is_some_and(Leg::was_at_work);
-        // Want of room turns a new request away. An output that the client has tokens of waits for room instead.
-        let waits = fault.is_busy() && !self.emitted.is_empty();
-        if !fault.is_retryable() && !waits {
+        if !fault.is_retryable() {
             return Err(fault.into_error(self.dispatcher.recovery.retry_after, self.stage));
         }
         if let Some(reason) = self.reason_to_end() {
@@ -233,25 +243,36 @@ impl Choice {
         self.log(&fault);
         self.failures.n_tokens = 0;
         self.failures.since.get_or_insert_with(Instant::now);
-        let n_failed = self.failures.workers.len();
-        if !waits {
-            let suspects = leg.as_ref().map_or_else(Vec::new, Leg::suspects);
-            self.failures.blame(suspects.into_iter().chain(fault.worker.clone()));
-        }
-        drop(leg);
-        let retry_elsewhere = self.failures.workers.len() > n_failed;
-        if was_at_work && !waits {
+        let is_elsewhere = self.exclude(&fault, leg.as_ref());
+        if leg.is_some_and(|leg| leg.was_at_work()) && !fault.is_refusal() {
             self.failures.n_attempts += 1;
         } else {
             self.failures.n_starts += 1;
         }
-        if self.is_hopeless(&fault) {
+        if self.is_hopeless(&fault, is_elsewhere) {
             return Err(self.give_up(fault));
         }
-        if !retry_elsewhere {
+        if !is_elsewhere {
             tokio::time::sleep(self.pause()).await;
         }
         Ok(None)
+    }
+
+    /// Excludes the workers that failed. Says whether the next attempt may be made at once: somebody else is there who
+    /// has not failed yet, or one that was only lost gets another try.
+    fn exclude(&mut self, fault: &Fault, leg: Option<&Leg>) -> bool {
+        // An output that the client has tokens of waits for room, wherever it comes first.
+        if fault.is_busy() && !self.emitted.is_empty() {
+            return false;
+        }
+        let failures = &mut self.failures;
+        let has_alternative = |worker| self.dispatcher.has_alternative(worker, &failures.workers);
+        let has_alternative = fault.worker.as_ref().is_some_and(has_alternative);
+        let n_failed = failures.workers.len();
+        // Who declines says so for itself.
+        let suspects = leg.filter(|_| !fault.is_refusal()).map_or_else(Vec::new, Leg::suspects);
+        failures.blame(suspects.into_iter().chain(fault.worker.clone()));
+        has_alternative || (failures.workers.len() > n_failed && !fault.needs_another())
     }
 
     /// The first failure in a row is news; that the search goes on is not.
@@ -267,9 +288,13 @@ impl Choice {
     }
 
     /// Whether no further attempt is made.
-    fn is_hopeless(&self, fault: &Fault) -> bool {
+    fn is_hopeless(&self, fault: &Fault, is_elsewhere: bool) -> bool {
         let (failures, recovery) = (&self.failures, &self.dispatcher.recovery);
         if failures.n_attempts >= recovery.max_attempts {
+            return true;
+        }
+        // A full queue is an answer, not a wait, while nothing is out; an output that has begun is worth a wait.
+        if fault.needs_another() && !is_elsewhere && self.emitted.is_empty() {
             return true;
         }
         match self.stage {

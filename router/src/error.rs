@@ -84,6 +84,12 @@ pub(crate) enum ServiceError {
         /// Where the request was.
         stage: Stage,
     },
+    /// The client stopped reading.
+    #[error("nothing was read for {} ms, so the request was ended", patience.as_millis())]
+    Stalled {
+        /// How long that is borne.
+        patience: Duration,
+    },
     /// The output was interrupted and could not be resumed.
     #[error("the output was interrupted after {n_emitted} tokens and could not be resumed: {cause}")]
     Lost {
@@ -173,6 +179,7 @@ impl ServiceError {
             Self::Overloaded { .. } => class(Code::ResourceExhausted, 429, "rate_limit_error", "OVERLOADED"),
             Self::Unavailable { .. } => class(Code::Unavailable, 503, "server_error", "UNAVAILABLE"),
             Self::Deadline { .. } => class(Code::DeadlineExceeded, 504, "timeout_error", "DEADLINE_EXCEEDED"),
+            Self::Stalled { .. } => class(Code::Cancelled, 408, "timeout_error", "CLIENT_STALLED"),
             Self::Lost { .. } => class(Code::Aborted, 502, "server_error", "OUTPUT_LOST"),
             Self::Misconfigured { .. } => {
                 class(Code::FailedPrecondition, 500, "server_error", "WORKERS_MISCONFIGURED")
@@ -225,6 +232,7 @@ impl ServiceError {
             Self::Lost { n_emitted, .. } => vec![("emitted_tokens", n_emitted.to_string())],
             Self::Overloaded { .. }
             | Self::Unavailable { .. }
+            | Self::Stalled { .. }
             | Self::Misconfigured { .. }
             | Self::Internal { .. } => Vec::new(),
         }
@@ -301,6 +309,7 @@ mod tests {
             ServiceError::Overloaded { queue: text(), retry_after },
             ServiceError::Unavailable { problem: text(), retry_after },
             ServiceError::Deadline { stage: Stage::Queue },
+            ServiceError::Stalled { patience: retry_after },
             ServiceError::Lost { n_emitted: 1, cause: text() },
             ServiceError::Misconfigured { problem: text() },
             ServiceError::Internal { problem: text() },
@@ -315,6 +324,7 @@ mod tests {
                 | ServiceError::Overloaded { .. }
                 | ServiceError::Unavailable { .. }
                 | ServiceError::Deadline { .. }
+                | ServiceError::Stalled { .. }
                 | ServiceError::Lost { .. }
                 | ServiceError::Misconfigured { .. }
                 | ServiceError::Internal { .. } => {}

@@ -21,6 +21,7 @@ use crate::{
     request::{
         self, ChatDraft, Draft, GenerateSpec, ModelLimits, PromptDraft, RequestLimits, SamplingDefaults,
     },
+    stall::StallWatch,
 };
 
 /// Text up to this many bytes is tokenized where it is; more would keep other requests of the thread waiting.
@@ -30,6 +31,7 @@ const MAX_INLINE_BYTES: usize = 4096;
 pub(crate) struct Gateway {
     pub(crate) model_name: String,
     pub(crate) text: TextModel,
+    pub(crate) stalls: Arc<StallWatch>,
     pub(crate) limits: RequestLimits,
     pub(crate) sampling: SamplingDefaults,
     pub(crate) dispatcher: Arc<Dispatcher>,

@@ -165,7 +165,9 @@ impl GrpcFace {
                 Ok(Some(Err(error))) => Some((Err(Status::from(error)), None)),
             }
         });
-        Ok(Response::new(Box::pin(events)))
+        let stalls = &self.gateway.stalls;
+        let stalled = ServiceError::Stalled { patience: stalls.patience() };
+        Ok(Response::new(Box::pin(stalls.watch(events, Err(stalled.into())))))
     }
 }
 

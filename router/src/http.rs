@@ -45,11 +45,18 @@ pub struct StreamConfig {
     pub max_header_wait: Duration,
     /// Pause after which a quiet stream says that it lives. Shorter passes stricter proxies; longer sends less.
     pub heartbeat_interval: Duration,
+    /// How long a client may read nothing while there is something to read; then its request ends. Shorter frees KV
+    /// sooner; longer bears worse lines.
+    pub stall_timeout: Duration,
 }
 
 impl Default for StreamConfig {
     fn default() -> Self {
-        Self { max_header_wait: Duration::from_secs(30), heartbeat_interval: Duration::from_secs(15) }
+        Self {
+            max_header_wait: Duration::from_secs(30),
+            heartbeat_interval: Duration::from_secs(15),
+            stall_timeout: Duration::from_secs(300),
+        }
     }
 }
 
@@ -176,7 +183,8 @@ impl HttpFace {
             return Ok(Json(answer.whole(choices, usage.tokens)).into_response());
         }
         generation.opened(self.streams.max_header_wait).await?;
-        Ok(answer.stream(generation, include_usage, self.streams.heartbeat_interval))
+        let watch = (&*self.gateway.stalls, self.streams.heartbeat_interval);
+        Ok(answer.stream(generation, include_usage, watch))
     }
 
     /// The text of each prompt, to be put before its outputs.

@@ -37,6 +37,7 @@ mod server;
 mod settings;
 #[cfg(feature = "simulation")]
 pub mod simulation;
+mod stall;
 mod workers;
 
 pub use config::{ConfigError, RouterConfig, ServingConfig};

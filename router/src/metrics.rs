@@ -29,6 +29,19 @@ struct RequestLabels {
     code: &'static str,
 }
 
+/// A kind of worker.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RoleLabels {
+    role: &'static str,
+}
+
+/// What a worker has otherwise than most.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct MismatchLabels {
+    role: &'static str,
+    field: &'static str,
+}
+
 /// All measures. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
@@ -42,6 +55,9 @@ pub(crate) struct Metrics {
     completion_tokens: Counter,
     prefix_hit_tokens: Counter,
     resumed_streams: Counter,
+    stalled_streams: Counter,
+    workers: Family<RoleLabels, Gauge>,
+    layout_mismatches: Family<MismatchLabels, Counter>,
 }
 
 /// The measures of one request.
@@ -70,6 +86,9 @@ impl Metrics {
             completion_tokens: Counter::default(),
             prefix_hit_tokens: Counter::default(),
             resumed_streams: Counter::default(),
+            stalled_streams: Counter::default(),
+            workers: Family::default(),
+            layout_mismatches: Family::default(),
         };
         metrics.register_times(registry);
         metrics.register_counts(registry);
@@ -93,12 +112,19 @@ impl Metrics {
     fn register_counts(&self, registry: &mut Registry) {
         registry.register("requests", "requests by method and gRPC code of their end", self.requests.clone());
         registry.register("requests_in_flight", "requests that have not ended", self.in_flight.clone());
+        registry.register("workers", "workers that are known", self.workers.clone());
+        registry.register(
+            "layout_mismatches",
+            "workers that came and hold KV otherwise than most",
+            self.layout_mismatches.clone(),
+        );
         let mut count =
             |name: &str, help: &str, metric: &Counter| registry.register(name, help, metric.clone());
         count("prompt_tokens", "tokens of the prompts of finished requests", &self.prompt_tokens);
         count("completion_tokens", "tokens of the outputs of finished requests", &self.completion_tokens);
         count("prefix_hit_tokens", "prompt tokens found in a cache", &self.prefix_hit_tokens);
         count("resumed_streams", "outputs that went on after a worker was lost", &self.resumed_streams);
+        count("stalled_streams", "streams whose client had stopped reading", &self.stalled_streams);
     }
 
     /// A request came in by `method`.
@@ -112,6 +138,21 @@ impl Metrics {
             has_shown: false,
             has_ended: false,
         }
+    }
+
+    /// A stream was ended because its client had stopped reading.
+    pub(crate) fn stalled(&self) {
+        self.stalled_streams.inc();
+    }
+
+    /// A role has `n_workers`.
+    pub(crate) fn workers(&self, role: &'static str, n_workers: usize) {
+        self.workers.get_or_create(&RoleLabels { role }).set(i64::try_from(n_workers).unwrap_or(i64::MAX));
+    }
+
+    /// A worker came that has `field` otherwise than most.
+    pub(crate) fn layout_mismatch(&self, role: &'static str, field: &'static str) {
+        self.layout_mismatches.get_or_create(&MismatchLabels { role, field }).inc();
     }
 
     /// An output went on after a worker was lost.

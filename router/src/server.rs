@@ -23,7 +23,7 @@ use crate::{
     ops::Operations,
 };
 
-/// How often it is looked whether a decode group is there.
+/// How often it is looked which workers are there.
 const READY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// How long connections may take their last bytes along when everything ends.
@@ -123,9 +123,11 @@ impl BoundRouter {
         });
         let face = HttpFace { gateway: Arc::clone(&gateway), operations, streams: config.streams };
         lifecycle.spawn_essential("HTTP server", http_server(http, face, lifecycle.clone()));
+        let needs_prefill = source.needs_prefill(config.workers.prefill_optional);
         lifecycle.spawn(discovery::follow(source, Arc::clone(&gateway.dispatcher), lifecycle.token()));
-        let hold = lifecycle.hold("a decode group");
-        lifecycle.spawn(hold_while_alone(hold, Arc::clone(&gateway), lifecycle.clone()));
+        let holds = Holds::new(&lifecycle, needs_prefill);
+        lifecycle.spawn(holds.keep(Arc::clone(&gateway), lifecycle.clone()));
+        lifecycle.spawn(Arc::clone(&gateway.stalls).run(lifecycle.clone()));
         let (readiness, end) = (lifecycle.readiness(), lifecycle.token());
         lifecycle.spawn(mirror_health(reporter, &SERVICE_NAMES, readiness, told, end));
         lifecycle.started();
@@ -229,15 +231,36 @@ async fn until_closed<T>(served: impl Future<Output = T>, lifecycle: &Lifecycle)
     }
 }
 
-/// Keeps the process from being ready while there is no decode group.
-async fn hold_while_alone(hold: Hold, gateway: Arc<Gateway>, lifecycle: Lifecycle) {
-    let mut held = Some(hold);
-    let (token, mut ticks) = (lifecycle.token(), tokio::time::interval(READY_INTERVAL));
-    while token.run_until_cancelled(ticks.tick()).await.is_some() {
-        held = match held {
-            _ if gateway.dispatcher.decodes.n_ready() > 0 => None,
-            None => Some(lifecycle.hold("a decode group")),
-            held => held,
+/// What keeps the process from being ready: workers that are missing.
+struct Holds {
+    decode: Option<Hold>,
+    prefill: Option<Hold>,
+    needs_prefill: bool,
+}
+
+impl Holds {
+    const DECODE: &str = "a decode group";
+    const PREFILL: &str = "a prefill worker";
+
+    /// Everything is missing.
+    fn new(lifecycle: &Lifecycle, needs_prefill: bool) -> Self {
+        let prefill = needs_prefill.then(|| lifecycle.hold(Self::PREFILL));
+        Self { decode: Some(lifecycle.hold(Self::DECODE)), prefill, needs_prefill }
+    }
+
+    /// Looks again and again who is there.
+    async fn keep(mut self, gateway: Arc<Gateway>, lifecycle: Lifecycle) {
+        let (token, mut ticks) = (lifecycle.token(), tokio::time::interval(READY_INTERVAL));
+        let set = |hold: &mut Option<Hold>, what: &str, is_missing: bool| match (is_missing, &hold) {
+            (true, None) => *hold = Some(lifecycle.hold(what)),
+            (false, Some(_)) => *hold = None,
+            _ => {}
         };
+        while token.run_until_cancelled(ticks.tick()).await.is_some() {
+            let dispatcher = &gateway.dispatcher;
+            set(&mut self.decode, Self::DECODE, dispatcher.decodes.n_ready() == 0);
+            let is_missing = self.needs_prefill && dispatcher.prefills.n_ready() == 0;
+            set(&mut self.prefill, Self::PREFILL, is_missing);
+        }
     }
 }

@@ -130,6 +130,9 @@ pub struct WorkersSection {
     /// How often a worker's load is read.
     #[arg(long, id = "workers.poll_interval", default_value_t = Span(WorkerConfig::default().poll_interval))]
     pub poll_interval: Span,
+    /// Be ready without a prefill worker: the decode groups compute every prompt themselves.
+    #[arg(long, id = "workers.prefill_optional")]
+    pub prefill_optional: bool,
     /// How long a worker is kept whose registration is gone although it goes on answering.
     #[arg(long, id = "workers.unlisted_grace", default_value_t = Span(WorkerConfig::default().unlisted_grace))]
     pub unlisted_grace: Span,
@@ -231,6 +234,9 @@ pub struct ServingSection {
         default_value_t = Span(StreamConfig::default().heartbeat_interval)
     )]
     pub heartbeat_interval: Span,
+    /// How long a client may read nothing of a stream before its request ends.
+    #[arg(long, id = "serving.stall_timeout", default_value_t = Span(StreamConfig::default().stall_timeout))]
+    pub stall_timeout: Span,
 }
 
 /// How the router ends.
@@ -322,6 +328,7 @@ impl RouterSettings {
                 keep_alive_interval: workers.keep_alive_interval.0,
                 keep_alive_timeout: workers.keep_alive_timeout.0,
                 poll_interval: workers.poll_interval.0,
+                prefill_optional: workers.prefill_optional,
                 unlisted_grace: workers.unlisted_grace.0,
             },
             recovery: RecoveryConfig {
@@ -332,6 +339,7 @@ impl RouterSettings {
             streams: StreamConfig {
                 max_header_wait: serving.max_header_wait.0,
                 heartbeat_interval: serving.heartbeat_interval.0,
+                stall_timeout: serving.stall_timeout.0,
             },
             serving: ServingConfig {
                 max_concurrent_streams: serving.max_concurrent_streams,

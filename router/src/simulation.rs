@@ -18,7 +18,7 @@ use crate::{
     error::ServiceError,
     metrics::Metrics,
     random::Random,
-    workers::{Dial, Pool, WorkerConfig},
+    workers::{Dial, Fleet, Pool, WorkerConfig},
 };
 
 /// A router without faces.
@@ -79,8 +79,9 @@ impl SimRouter {
     ) -> Self {
         let random = Random::seeded(seed);
         let metrics = longreach_service::Metrics::new("router").register(Metrics::new);
-        let decodes = Pool::new(workers, lifecycle.clone(), Arc::clone(&dial), random.clone());
-        let prefills = Pool::new(workers, lifecycle.clone(), dial, random.clone());
+        let means = (dial, Arc::new(Fleet::new(metrics.clone())));
+        let decodes = Pool::new(workers, lifecycle.clone(), means.clone(), random.clone());
+        let prefills = Pool::new(workers, lifecycle.clone(), means, random.clone());
         Self { dispatcher: Arc::new(Dispatcher { decodes, prefills, recovery, metrics, random }) }
     }
 

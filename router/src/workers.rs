@@ -6,9 +6,11 @@
 //! because a balanced channel goes on sending to endpoints that are dead.
 
 mod dial;
+mod fleet;
 mod role;
 
 use std::{
+    collections::{HashMap, HashSet},
     hash::{DefaultHasher, Hash, Hasher},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -20,12 +22,13 @@ use std::{
 use longreach_service::Lifecycle;
 use longreach_tls::handshake_error;
 use longreach_types::WorkerId;
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 pub use self::dial::{DecodeCalls, Dial, DialError, PrefillCalls};
 pub(crate) use self::{
     dial::GrpcDial,
+    fleet::Fleet,
     role::{Decode, Load, Prefill, Role},
 };
 use crate::{
@@ -49,8 +52,11 @@ pub struct WorkerConfig {
     pub keep_alive_interval: Duration,
     /// How long the answer to such a check may take.
     pub keep_alive_timeout: Duration,
-    /// How often a worker's load is read. Shorter routes on fresher figures; longer asks less of the workers.
+    /// How often a worker's load is read, give or take a fifth. Shorter routes on fresher figures; longer asks less of
+    /// the workers.
     pub poll_interval: Duration,
+    /// Decode groups compute every prompt themselves: the router is ready without a prefill worker.
+    pub prefill_optional: bool,
     /// How long a worker is kept whose registration is gone although it goes on answering. Longer outlasts longer
     /// trouble of the cluster's store, which may forget everybody; shorter sooner obeys an operator who took a worker
     /// out by hand. A worker that drains stops answering by itself.
@@ -64,6 +70,7 @@ impl Default for WorkerConfig {
             keep_alive_interval: Duration::from_secs(5),
             keep_alive_timeout: Duration::from_secs(5),
             poll_interval: Duration::from_millis(500),
+            prefill_optional: false,
             unlisted_grace: Duration::from_secs(60),
         }
     }
@@ -78,6 +85,19 @@ pub(crate) struct Address {
     pub(crate) life: u64,
     /// `http://host:port`.
     pub(crate) endpoint: String,
+    /// How it holds KV, in the words of its registration; `None` where there is none.
+    pub(crate) layout: Option<String>,
+}
+
+/// Whether a worker can do what is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fit {
+    /// It cannot.
+    No,
+    /// It can, but others are likelier to see it through.
+    Poor,
+    /// It can.
+    Good,
 }
 
 /// What a request asks of a worker.
@@ -111,6 +131,7 @@ pub(crate) struct Pool<R: Role> {
     lifecycle: Lifecycle,
     dial: Arc<dyn Dial>,
     random: Random,
+    fleet: Arc<Fleet>,
 }
 
 struct Member<R: Role> {
@@ -148,7 +169,7 @@ impl<R: Role> Pool<R> {
     pub(crate) fn new(
         config: WorkerConfig,
         lifecycle: Lifecycle,
-        dial: Arc<dyn Dial>,
+        (dial, fleet): (Arc<dyn Dial>, Arc<Fleet>),
         random: Random,
     ) -> Arc<Self> {
         Arc::new(Self {
@@ -159,6 +180,7 @@ impl<R: Role> Pool<R> {
             lifecycle,
             dial,
             random,
+            fleet,
         })
     }
 
@@ -167,15 +189,21 @@ impl<R: Role> Pool<R> {
     /// same reason a new life at the same place is the same worker; it may only have registered anew.
     pub(crate) fn set_members(self: &Arc<Self>, wanted: &[Address]) {
         let now = self.started.elapsed();
+        let by_name: HashMap<&WorkerId, &Address> =
+            wanted.iter().map(|address| (&address.name, address)).collect();
+        let mut known = HashSet::new();
         self.members().retain_mut(|member| {
-            let successor = wanted.iter().find(|address| address.name == member.address.name);
+            let successor = by_name.get(&member.address.name).copied();
             if let Some(address) = successor.filter(|address| address.endpoint == member.address.endpoint) {
                 member.renew(address);
+                self.note_layout(address);
+                known.insert(address.name.clone());
                 return true;
             }
             let answers = member.info.is_some() && member.reachable;
             if successor.is_some() || !answers {
                 member.leave("it is not registered any more");
+                self.fleet.left(R::NAME, &member.address.name);
                 return false;
             }
             if member.unlisted_since.is_none() {
@@ -185,10 +213,16 @@ impl<R: Role> Pool<R> {
             }
             true
         });
-        for address in wanted {
-            if !self.members().iter().any(|member| member.address == *address) {
-                self.add(address.clone());
-            }
+        for address in wanted.iter().filter(|address| !known.contains(&address.name)) {
+            self.add(address.clone());
+        }
+        self.fleet.counted(R::NAME, self.members().len());
+    }
+
+    /// A registration that says its layout is compared before the worker is first asked.
+    fn note_layout(&self, address: &Address) {
+        if let Some(layout) = &address.layout {
+            self.fleet.registered(R::NAME, &address.name, layout);
         }
     }
 
@@ -198,9 +232,11 @@ impl<R: Role> Pool<R> {
             let is_over = member.key == key && member.unlisted_since.is_some_and(&is_over);
             if is_over {
                 member.leave(why);
+                self.fleet.left(R::NAME, &member.address.name);
             }
             !is_over
         });
+        self.fleet.counted(R::NAME, self.members().len());
     }
 
     fn add(self: &Arc<Self>, address: Address) {
@@ -212,6 +248,7 @@ impl<R: Role> Pool<R> {
             }
         };
         tracing::info!(role = R::NAME, worker = %address.name, endpoint = %address.endpoint, "worker joined");
+        self.note_layout(&address);
         let key = self.next_key.fetch_add(1, Ordering::Relaxed);
         let cancel = self.lifecycle.token();
         self.lifecycle.spawn(Arc::clone(self).poll(key, client.clone(), cancel.clone()));
@@ -232,26 +269,32 @@ impl<R: Role> Pool<R> {
 
     /// Reads one worker's load again and again, until it leaves.
     async fn poll(self: Arc<Self>, key: u64, client: R::Client, cancel: CancellationToken) {
-        let mut ticks = tokio::time::interval(self.config.poll_interval);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let patience = self.config.connect_timeout + self.config.keep_alive_timeout;
         loop {
-            // Both arms lose nothing when dropped: a tick, or the answer to a question that is asked again. Biased, so
+            // What is lost when the second arm is dropped is the answer to a question that is asked again. Biased, so
             // that a simulated run is repeated by its seed.
             let answer = tokio::select! {
                 biased;
                 () = cancel.cancelled() => return,
-                answer = async {
-                    ticks.tick().await;
-                    tokio::time::timeout(patience, R::describe(&client)).await
-                } => answer,
+                answer = tokio::time::timeout(patience, R::describe(&client)) => answer,
             };
             match answer {
                 Ok(Ok(info)) => self.update(key, info),
                 Ok(Err(status)) => self.unreachable(key, &problem(&status)),
                 Err(_) => self.unreachable(key, "no answer in time"),
             }
+            let pause = self.pause();
+            if cancel.run_until_cancelled(tokio::time::sleep(pause)).await.is_none() {
+                return;
+            }
         }
+    }
+
+    /// The pause between two readings, up to a fifth longer or shorter: workers that came together are not asked
+    /// together for ever, and neither do all routers ask at once.
+    fn pause(&self) -> Duration {
+        let percent = 80 + self.random.next_u64() % 41;
+        self.config.poll_interval.saturating_mul(percent as u32) / 100
     }
 
     fn update(&self, key: u64, info: R::Info) {
@@ -265,6 +308,7 @@ impl<R: Role> Pool<R> {
             if member.info.is_none() || !member.reachable {
                 tracing::info!(role = R::NAME, worker = %member.address.name, "worker answers");
             }
+            self.fleet.described(R::NAME, &member.address.name, R::layout(&info));
             member.load = R::load(&info);
             member.foreign_tokens = member.load.tokens.saturating_sub(member.own_tokens);
             member.info = Some(Arc::new(info));
@@ -282,11 +326,11 @@ impl<R: Role> Pool<R> {
         });
     }
 
-    /// Chooses a worker for `demand` among those that `fits` accepts.
+    /// Chooses a worker for `demand` among those that fit, a poor fit only if there is no better.
     pub(crate) fn pick(
         self: &Arc<Self>,
         demand: &Demand<'_>,
-        fits: impl Fn(&R::Info) -> bool,
+        fit: impl Fn(&R::Info) -> Fit,
     ) -> Result<Lease<R>, PickError> {
         let now = self.started.elapsed();
         let mut members = self.members();
@@ -296,9 +340,10 @@ impl<R: Role> Pool<R> {
         for (idx, member) in members.iter().enumerate() {
             let Some(info) = &member.info else { continue };
             anybody = true;
-            if demand.seq_len <= member.load.max_seq_len && fits(info) {
+            let fit = fit(info);
+            if demand.seq_len <= member.load.max_seq_len && fit != Fit::No {
                 indices.push(idx);
-                candidates.push(Self::candidate(member, demand, now));
+                candidates.push(Self::candidate(member, demand, fit, now));
             }
         }
         let slack_percent = if demand.session.is_some() { SESSION_SLACK_PERCENT } else { SLACK_PERCENT };
@@ -318,8 +363,8 @@ impl<R: Role> Pool<R> {
         })
     }
 
-    fn candidate(member: &Member<R>, demand: &Demand<'_>, now: Duration) -> Candidate {
-        let is_listed = member.unlisted_since.is_none();
+    fn candidate(member: &Member<R>, demand: &Demand<'_>, fit: Fit, now: Duration) -> Candidate {
+        let is_listed = member.unlisted_since.is_none() && fit == Fit::Good;
         let failed = !is_listed || !member.reachable || demand.failed.contains(&member.address.name);
         let tokens = member.foreign_tokens + member.own_tokens + demand.tokens;
         Candidate {
@@ -332,6 +377,17 @@ impl<R: Role> Pool<R> {
     /// What every worker that has described itself said.
     pub(crate) fn infos(&self) -> Vec<Arc<R::Info>> {
         self.members().iter().filter_map(|member| member.info.clone()).collect()
+    }
+
+    /// Whether somebody else than `worker` could be asked who has not `failed`; `None` if it is no worker of this pool.
+    pub(crate) fn has_alternative(&self, worker: &WorkerId, failed: &[WorkerId]) -> Option<bool> {
+        let members = self.members();
+        members.iter().find(|member| member.address.name == *worker)?;
+        let can = |member: &Member<R>| {
+            let name = &member.address.name;
+            member.info.is_some() && member.reachable && name != worker && !failed.contains(name)
+        };
+        Some(members.iter().any(can))
     }
 
     /// Workers that are described and reachable.

@@ -65,7 +65,7 @@ pub struct PrefillRegistration {
     pub incarnation: Incarnation,
     /// Where its services are, `http://host:port`.
     pub endpoint: String,
-    /// Digest of the layout of the KV that it sends. Compared, never interpreted.
+    /// The layout of the KV that it sends, in words. Compared; readers who know the words can say what differs.
     pub layout_hash: String,
 }
 
@@ -88,7 +88,7 @@ pub struct DecodeRegistration {
     pub endpoint: String,
     /// Where it listens for its peers, `host:port`.
     pub peer_addr: String,
-    /// Digest of model and layout; all ranks of a group have the same.
+    /// Model and layout, in words; all ranks of a group have the same.
     pub layout_hash: String,
 }
 
@@ -117,7 +117,7 @@ pub struct ReadyRecord {
     pub n_ranks: usize,
     /// D.
     pub dcp_size: usize,
-    /// Digest of model and layout.
+    /// Model and layout, in words.
     pub layout_hash: String,
 }
 

@@ -195,11 +195,9 @@ impl Model {
         Ok(Plan::new(self, config)?.max_seq_len)
     }
 
-    /// What workers of a cluster must agree on, as one word for registrations.
+    /// What workers of a cluster must agree on, in the words of registrations.
     pub fn layout_hash(&self, config: &EngineConfig) -> String {
-        let layout = self.kv_layout(config);
-        let hex: String = layout.model_fingerprint.iter().map(|byte| format!("{byte:02x}")).collect();
-        format!("{hex}-{}-b{}-v{}", layout.kv_dtype, layout.block_size, layout.wire_version)
+        self.kv_layout(config).to_string()
     }
 }
 

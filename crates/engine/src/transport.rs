@@ -111,7 +111,9 @@ fn rank_error(endpoint: &str, status: &Status) -> WorkerError {
     };
     match status.code() {
         Code::DataLoss => WorkerError::DataLoss(message),
-        Code::FailedPrecondition | Code::InvalidArgument => WorkerError::Internal(message),
+        // Both values are in the rank's words.
+        Code::FailedPrecondition => WorkerError::PeerMismatch(message),
+        Code::InvalidArgument => WorkerError::Internal(message),
         _ => WorkerError::Aborted(message),
     }
 }

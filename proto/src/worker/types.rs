@@ -1,6 +1,6 @@
 //! Domain types of the internal services.
 
-use std::{collections::BTreeMap, ops::Range};
+use std::{collections::BTreeMap, fmt, ops::Range, str::FromStr};
 
 use bytes::Bytes;
 use longreach_types::{
@@ -97,22 +97,87 @@ pub struct KvLayout {
     pub wire_version: u32,
 }
 
+/// A text that does not say a layout.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{text:?} does not say a layout: {field} is absent, out of place or out of range")]
+pub struct LayoutError {
+    /// The text.
+    pub text: String,
+    /// The first field that is wrong.
+    pub field: &'static str,
+}
+
 impl KvLayout {
     /// The first field that differs, with this side's value and the other's.
     pub fn first_difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
-        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-        let fields = [
-            ("wire_version", self.wire_version.to_string(), other.wire_version.to_string()),
-            ("model_fingerprint", hex(&self.model_fingerprint), hex(&other.model_fingerprint)),
-            ("n_layers", self.n_layers.to_string(), other.n_layers.to_string()),
-            ("n_kv_heads", self.n_kv_heads.to_string(), other.n_kv_heads.to_string()),
-            ("head_dim", self.head_dim.to_string(), other.head_dim.to_string()),
-            ("kv_dtype", self.kv_dtype.to_string(), other.kv_dtype.to_string()),
-            ("block_size", self.block_size.to_string(), other.block_size.to_string()),
-            ("n_shards", self.n_shards.to_string(), other.n_shards.to_string()),
-        ];
-        fields.into_iter().find(|(_, ours, theirs)| ours != theirs)
+        let pairs = self.fields().into_iter().zip(other.fields());
+        let mut pairs = pairs.map(|((field, ours), (_, theirs))| (field, ours, theirs));
+        pairs.find(|(_, ours, theirs)| ours != theirs)
     }
+
+    fn fields(&self) -> [(&'static str, String); 8] {
+        let hex = self.model_fingerprint.iter().map(|byte| format!("{byte:02x}")).collect();
+        [
+            ("wire_version", self.wire_version.to_string()),
+            ("model_fingerprint", hex),
+            ("n_layers", self.n_layers.to_string()),
+            ("n_kv_heads", self.n_kv_heads.to_string()),
+            ("head_dim", self.head_dim.to_string()),
+            ("kv_dtype", self.kv_dtype.to_string()),
+            ("block_size", self.block_size.to_string()),
+            ("n_shards", self.n_shards.to_string()),
+        ]
+    }
+}
+
+impl fmt::Display for KvLayout {
+    /// `wire_version=1,model_fingerprint=00ff…,n_layers=30,…`: the form in which registrations say it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (idx, (field, value)) in self.fields().into_iter().enumerate() {
+            write!(f, "{}{field}={value}", if idx > 0 { "," } else { "" })?;
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for KvLayout {
+    type Err = LayoutError;
+
+    fn from_str(text: &str) -> Result<Self, LayoutError> {
+        let bad = |field| LayoutError { text: text.chars().take(200).collect(), field };
+        let mut parts = text.split(',');
+        let mut value = |field: &'static str| {
+            let part = parts.next().and_then(|part| part.split_once('='));
+            part.filter(|(name, _)| *name == field).map(|(_, value)| value).ok_or_else(|| bad(field))
+        };
+        fn number<N: FromStr>(value: &str) -> Option<N> {
+            value.parse().ok()
+        }
+        let layout = Self {
+            wire_version: number(value("wire_version")?).ok_or_else(|| bad("wire_version"))?,
+            model_fingerprint: fingerprint(value("model_fingerprint")?)
+                .ok_or_else(|| bad("model_fingerprint"))?,
+            n_layers: number(value("n_layers")?).ok_or_else(|| bad("n_layers"))?,
+            n_kv_heads: number(value("n_kv_heads")?).ok_or_else(|| bad("n_kv_heads"))?,
+            head_dim: number(value("head_dim")?).ok_or_else(|| bad("head_dim"))?,
+            kv_dtype: value("kv_dtype")?.parse().map_err(|_| bad("kv_dtype"))?,
+            block_size: number(value("block_size")?).ok_or_else(|| bad("block_size"))?,
+            n_shards: number(value("n_shards")?).ok_or_else(|| bad("n_shards"))?,
+        };
+        // Each layout has one text, so that texts can be compared in its place.
+        if layout.to_string() == text { Ok(layout) } else { Err(bad("the end")) }
+    }
+}
+
+fn fingerprint(hex: &str) -> Option<[u8; 16]> {
+    let mut bytes = [0; 16];
+    if hex.len() != 2 * bytes.len() || !hex.is_ascii() {
+        return None;
+    }
+    for (idx, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&hex[2 * idx..2 * idx + 2], 16).ok()?;
+    }
+    Some(bytes)
 }
 
 /// Blocks of one rank's pool: `free + cached + Σ held = total`.
@@ -306,4 +371,43 @@ pub struct KvCommit {
 pub struct KvAck {
     /// Cells that are there and verified.
     pub n_cells: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_layout_is_read_from_its_own_words_and_no_others() {
+        let layout = KvLayout {
+            model_fingerprint: std::array::from_fn(|i| i as u8 * 17),
+            n_layers: 30,
+            n_kv_heads: 3,
+            head_dim: 64,
+            kv_dtype: KvDtype::F16,
+            block_size: 32,
+            n_shards: 8,
+            wire_version: 1,
+        };
+        let text = layout.to_string();
+        assert_eq!(
+            text,
+            "wire_version=1,model_fingerprint=00112233445566778899aabbccddeeff,n_layers=30,n_kv_heads=3,\
+             head_dim=64,kv_dtype=f16,block_size=32,n_shards=8"
+        );
+        assert_eq!(text.parse(), Ok(layout.clone()));
+        for (wrong, field) in [
+            (String::new(), "wire_version"),
+            (text.replace("aabb", "xxbb"), "model_fingerprint"),
+            (text.replace("f16", "f17"), "kv_dtype"),
+            (text.replace("n_shards=8", "n_shards=-8"), "n_shards"),
+            (text.replace("n_layers=30", "n_layers=030"), "the end"),
+            (format!("{text},more=1"), "the end"),
+        ] {
+            assert_eq!(wrong.parse::<KvLayout>().unwrap_err().field, field, "{wrong}");
+        }
+        let other = KvLayout { block_size: 64, ..layout.clone() };
+        let both = ("block_size", "32".to_owned(), "64".to_owned());
+        assert_eq!(layout.first_difference(&other), Some(both));
+    }
 }

@@ -25,6 +25,9 @@ pub(crate) struct Fault {
 pub(crate) enum Cause {
     /// The worker or its connection is gone: another attempt may succeed.
     Lost(String),
+    /// The worker says that it takes or keeps no work now: it starts, drains, or forms its group again. It is well, and
+    /// another may go on at once.
+    Moved(String),
     /// The worker gave the attempt up, perhaps through no fault of its own: a hand-off was spoilt, an epoch ended.
     /// Another attempt may succeed.
     Aborted(String),
@@ -32,11 +35,11 @@ pub(crate) enum Cause {
     Nobody(&'static str),
     /// Workers are there, but none that fits.
     NoneFits(&'static str),
-    /// The worker's queue is full: the client's turn to wait.
+    /// The worker's queue is full: another may have room.
     Busy(String),
     /// The worker found the request wrong.
     Invalid(String),
-    /// The two workers cannot work together.
+    /// The two workers cannot work together; others may.
     Mismatch(String),
     /// The time is over.
     Deadline,
@@ -56,6 +59,7 @@ impl Fault {
             Code::FailedPrecondition => Cause::Mismatch(message()),
             Code::DeadlineExceeded => Cause::Deadline,
             Code::Aborted | Code::DataLoss => Cause::Aborted(message()),
+            Code::Unavailable if !is_local => Cause::Moved(message()),
             Code::Unavailable | Code::Cancelled | Code::Unknown => Cause::Lost(message()),
             _ if is_local => Cause::Lost(message()),
             _ => Cause::Broken(message()),
@@ -84,7 +88,17 @@ impl Fault {
 
     /// Whether another attempt may succeed where this failed.
     pub(crate) fn is_retryable(&self) -> bool {
-        matches!(self.cause, Cause::Lost(_) | Cause::Aborted(_) | Cause::Nobody(_) | Cause::NoneFits(_))
+        !matches!(self.cause, Cause::Invalid(_) | Cause::Deadline | Cause::Broken(_))
+    }
+
+    /// Whether the worker only declined: the request did no harm, and is not to be given up for what it does.
+    pub(crate) fn is_refusal(&self) -> bool {
+        matches!(self.cause, Cause::Moved(_) | Cause::Busy(_) | Cause::Mismatch(_))
+    }
+
+    /// Whether it takes another worker: the same one would say the same again.
+    pub(crate) fn needs_another(&self) -> bool {
+        matches!(self.cause, Cause::Busy(_) | Cause::Mismatch(_))
     }
 
     /// Whether there was only no room.
@@ -96,7 +110,7 @@ impl Fault {
     pub(crate) fn outcome(&self) -> Outcome {
         match self.cause {
             Cause::Lost(_) | Cause::Broken(_) => Outcome::Fault,
-            Cause::Busy(_) => Outcome::Backpressure,
+            Cause::Busy(_) | Cause::Moved(_) => Outcome::Backpressure,
             Cause::Aborted(_)
             | Cause::Nobody(_)
             | Cause::NoneFits(_)
@@ -109,7 +123,7 @@ impl Fault {
     /// What the client is told when it is not tried again.
     pub(crate) fn into_error(self, retry_after: Duration, stage: Stage) -> ServiceError {
         match self.cause {
-            Cause::Lost(problem) | Cause::Aborted(problem) => {
+            Cause::Lost(problem) | Cause::Moved(problem) | Cause::Aborted(problem) => {
                 ServiceError::Unavailable { problem: format!("workers were lost: {problem}"), retry_after }
             }
             Cause::Nobody(role) => {
@@ -131,6 +145,7 @@ impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Lost(problem)
+            | Self::Moved(problem)
             | Self::Aborted(problem)
             | Self::Busy(problem)
             | Self::Invalid(problem)

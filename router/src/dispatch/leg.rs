@@ -16,16 +16,17 @@ use std::sync::{
 
 use futures::{FutureExt, StreamExt, TryStreamExt};
 use longreach_proto::worker::{
-    ClientStream, DecodeEvent, GenerateRequest, OutputToken, PrefillEvent, Reservation, RunRequest,
+    ClientStream, DecodeEvent, GenerateRequest, GroupInfo, KvLayout, OutputToken, PrefillEvent, PrefillInfo,
+    Reservation, RunRequest,
 };
 use longreach_types::{FinishReason, Prompt, SamplingParams, WorkerId};
 use tonic::Status;
 
-use super::{Dispatcher, Fault};
+use super::{Dispatcher, Fault, fault::Cause};
 use crate::{
     call::CallContext,
     health::Outcome,
-    workers::{Decode, Demand, Lease, Prefill, Role},
+    workers::{Decode, Demand, Fit, Lease, Prefill, Role},
 };
 
 /// What a leg is to do.
@@ -36,6 +37,9 @@ pub(crate) struct Work<'a> {
     pub(crate) session: Option<&'a str>,
     /// Workers that have failed this output before.
     pub(crate) failed: &'a [WorkerId],
+    /// How the tokens that are out were computed; `None` as long as there are none. Another layout is another model or
+    /// other roundings, and so other tokens.
+    pub(crate) layout: Option<&'a KvLayout>,
 }
 
 /// What happens on a leg.
@@ -62,6 +66,8 @@ pub(crate) struct Leg {
     is_decoding: bool,
     /// Set when the first token ended the output.
     ending: Option<FinishReason>,
+    /// How the group holds KV.
+    layout: KvLayout,
 }
 
 /// A call to a worker, and the account of its work.
@@ -102,9 +108,10 @@ impl Leg {
     ) -> Result<(Self, usize), Fault> {
         let seq_len = work.prompt.prompt_len() + work.sampling.max_tokens;
         let demand = Demand { tokens: seq_len as u64, seq_len, session: work.session, failed: work.failed };
+        let partners = dispatcher.prefills.infos();
         let lease = dispatcher
             .decodes
-            .pick(&demand, |_| true)
+            .pick(&demand, |info| fit(&work, &partners, info))
             .map_err(|error| Fault::from_pick(Decode::NAME, error))?;
         let next_idx = work.prompt.n_resumed;
         let request = GenerateRequest {
@@ -121,13 +128,24 @@ impl Leg {
             Some(_) => return Err(broken(&decode.lease, "the first event was not Reserved")),
             None => return Err(cut_short(&decode.lease)),
         };
-        let cached_len = reservation.cached_len;
+        let (cached_len, layout) = (reservation.cached_len, reservation.layout.clone());
+        if work.layout.is_some_and(|wanted| *wanted != layout) {
+            // The description that it was chosen by is of an earlier life.
+            let cause = Cause::Mismatch(format!("group {} holds KV in another form now", decode.lease.name));
+            return Err(Fault { worker: Some(decode.lease.name.clone()), cause });
+        }
         let prefill = if reservation.prefilled_here {
             PrefillSide::Done
         } else {
             PrefillSide::Computing(start_prefill(dispatcher, call, work, reservation)?)
         };
-        Ok((Self { decode, early: None, prefill, next_idx, is_decoding: false, ending: None }, cached_len))
+        let leg = Self { decode, early: None, prefill, next_idx, is_decoding: false, ending: None, layout };
+        Ok((leg, cached_len))
+    }
+
+    /// How its group holds KV.
+    pub(crate) fn layout(&self) -> &KvLayout {
+        &self.layout
     }
 
     /// Whether all its workers had taken the work. One that was not reached cannot have been harmed by it.
@@ -268,7 +286,7 @@ fn start_prefill(
     };
     let lease = dispatcher
         .prefills
-        .pick(&demand, |info| info.layout == reservation.layout)
+        .pick(&demand, |info| if info.layout == reservation.layout { Fit::Good } else { Fit::No })
         .map_err(|error| Fault::from_pick(Prefill::NAME, error))?;
     let request = RunRequest {
         request_id: call.request_id.clone(),
@@ -286,6 +304,15 @@ fn start_prefill(
         Ok::<_, Status>(events)
     };
     Ok(Side { lease, events: opening.into_stream().try_flatten().boxed(), is_accepted })
+}
+
+/// How well a decode group fits: one that no prefill worker can feed serves short prompts only.
+fn fit(work: &Work<'_>, prefills: &[Arc<PrefillInfo>], group: &GroupInfo) -> Fit {
+    if work.layout.is_some_and(|layout| *layout != group.layout) {
+        return Fit::No;
+    }
+    let is_fed = prefills.is_empty() || prefills.iter().any(|prefill| prefill.layout == group.layout);
+    if is_fed { Fit::Good } else { Fit::Poor }
 }
 
 fn check_index<R: Role>(lease: &Lease<R>, got: usize, wanted: usize) -> Result<(), Fault> {

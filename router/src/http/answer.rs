@@ -24,6 +24,7 @@ use crate::{
     gateway::Gateway,
     ops::unix_now,
     output::{Generation, OutputEvent, WholeChoice},
+    stall::StallWatch,
 };
 
 /// What the request asked of its answer.
@@ -80,11 +81,18 @@ impl<S: Shape> Answer<S> {
     }
 
     /// The answer as it grows.
-    pub(super) fn stream(self, generation: Generation, include_usage: bool, heartbeat: Duration) -> Response {
+    pub(super) fn stream(
+        self,
+        generation: Generation,
+        include_usage: bool,
+        (stalls, heartbeat): (&StallWatch, Duration),
+    ) -> Response {
         let due = VecDeque::new();
+        let stalled = json_event(&error_body(&ServiceError::Stalled { patience: stalls.patience() }));
         let source = EventSource { answer: self, generation, include_usage, due, has_ended: false };
         let keep_alive = KeepAlive::new().interval(heartbeat).text("keep-alive");
-        Sse::new(source.into_stream()).keep_alive(keep_alive).into_response()
+        let events = stalls.watch(source.into_stream(), Ok(stalled.unwrap_or_default()));
+        Sse::new(events).keep_alive(keep_alive).into_response()
     }
 
     fn completion<C>(&self, object: &'static str, choices: Vec<C>, usage: UsageField) -> Completion<'_, C> {

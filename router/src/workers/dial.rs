@@ -16,6 +16,14 @@ use tonic::{Request, Status, transport::Channel};
 
 use super::WorkerConfig;
 
+/// Bytes of one stream that a worker may send before they are read. It bounds what a client that reads slowly leaves
+/// with the router; a token takes some ten bytes, some hundreds with all its alternatives.
+const STREAM_WINDOW: u32 = 64 << 10;
+
+/// Bytes of all streams of a connection: more than its streams can leave unread together, because at its end every
+/// stream of the worker stops, also those that are read. A window is leave to send, not memory.
+const CONNECTION_WINDOW: u32 = 1 << 30;
+
 /// Makes the means to call a worker from its address.
 pub trait Dial: Send + Sync + 'static {
     /// A decode group, by its leader's address. Nothing is sent before the first call.
@@ -73,6 +81,8 @@ impl GrpcDial {
             endpoint
                 .connect_timeout(self.config.connect_timeout)
                 .tcp_nodelay(true)
+                .initial_stream_window_size(STREAM_WINDOW)
+                .initial_connection_window_size(CONNECTION_WINDOW)
                 .http2_keep_alive_interval(self.config.keep_alive_interval)
                 .keep_alive_timeout(self.config.keep_alive_timeout)
                 .keep_alive_while_idle(true)

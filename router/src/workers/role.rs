@@ -2,7 +2,7 @@
 
 use std::{future::Future, sync::Arc};
 
-use longreach_proto::worker::{GroupInfo, PrefillInfo};
+use longreach_proto::worker::{GroupInfo, KvLayout, PrefillInfo};
 use tonic::Status;
 
 use super::dial::{DecodeCalls, Dial, DialError, PrefillCalls};
@@ -22,6 +22,8 @@ pub(crate) trait Role: Send + Sync + 'static {
     fn describe(client: &Self::Client) -> impl Future<Output = Result<Self::Info, Status>> + Send;
     /// The figures that routing needs.
     fn load(info: &Self::Info) -> Load;
+    /// How the worker holds KV.
+    fn layout(info: &Self::Info) -> &KvLayout;
 }
 
 /// A worker's load and bounds.
@@ -56,6 +58,10 @@ impl Role for Decode {
         client.group().await
     }
 
+    fn layout(info: &GroupInfo) -> &KvLayout {
+        &info.layout
+    }
+
     /// KV held or reserved on the fullest rank, as if every rank held as much.
     fn load(info: &GroupInfo) -> Load {
         let held = |pool: &longreach_proto::worker::PoolState| pool.held.values().sum::<usize>();
@@ -80,6 +86,10 @@ impl Role for Prefill {
 
     async fn describe(client: &Self::Client) -> Result<PrefillInfo, Status> {
         client.worker().await
+    }
+
+    fn layout(info: &PrefillInfo) -> &KvLayout {
+        &info.layout
     }
 
     fn load(info: &PrefillInfo) -> Load {

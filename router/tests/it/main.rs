@@ -7,8 +7,10 @@
 
 mod cases;
 mod drain;
+mod fleet;
 mod grpc;
 mod http;
 mod recovery;
 mod routing;
+mod slow;
 mod support;

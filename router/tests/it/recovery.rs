@@ -264,12 +264,37 @@ async fn what_another_worker_could_not_mend_is_not_retried() {
 
 #[tokio::test]
 async fn attempts_are_bounded_and_the_tokens_sent_are_named() {
-    let failing = Plan { fail_after: Some((2, gone)), ..Plan::default() };
+    let spoilt = || WorkerError::Aborted("spoilt".to_owned());
+    let failing = Plan { fail_after: Some((2, spoilt)), ..Plan::default() };
     let (router, decode) = simple(failing).await;
     let status = say(&router, 12).await.unwrap_err();
     assert_eq!((status.code(), decode.calls().len()), (Code::Aborted, 3));
     let details = status.get_error_details();
     assert_eq!(details.error_info().unwrap().metadata["emitted_tokens"], "6");
+}
+
+#[tokio::test]
+async fn a_group_that_hands_its_streams_over_costs_no_attempt() {
+    let leaving = Plan { fail_after: Some((2, gone)), ..Plan::default() };
+    let (router, decode) = simple(leaving).await;
+    assert_eq!(say(&router, 12).await.unwrap(), undisturbed(12).await);
+    assert!(decode.calls().len() > 3, "more often than attempts may fail");
+}
+
+#[tokio::test]
+async fn a_full_worker_is_passed_over_and_that_all_are_full_is_an_answer() {
+    let full: fn() -> WorkerError = || WorkerError::QueueFull { queue: "waiting", len: 1, max: 1 };
+    let refusing = move |_: usize, _: &_| Plan { refuse: Some(full), ..Plan::default() };
+    let (one, other) = (FakeDecode::start(refusing).await, FakeDecode::start(|_, _| Plan::default()).await);
+    let router = TestRouter::start(&[&one, &other], &[]).await;
+    let wanted = undisturbed(4).await;
+    for _ in 0..10 {
+        assert_eq!(say(&router, 4).await.unwrap(), wanted);
+    }
+    let (one, other) = (FakeDecode::start(refusing).await, FakeDecode::start(refusing).await);
+    let router = TestRouter::start(&[&one, &other], &[]).await;
+    assert_eq!(say(&router, 4).await.unwrap_err().code(), Code::ResourceExhausted);
+    assert_eq!((one.calls().len(), other.calls().len()), (1, 1), "each is asked once");
 }
 
 #[tokio::test]

@@ -1,6 +1,7 @@
 //! A router on loopback, with workers that do as they are told.
 
 mod client;
+mod cluster;
 mod model;
 mod workers;
 
@@ -12,8 +13,9 @@ use tonic::transport::Channel;
 
 pub(crate) use self::{
     client::{Answer, HttpClient, post_head},
+    cluster::Registry,
     model::{EOS, text_model, text_of, tokens_of},
-    workers::{FakeDecode, FakePrefill, Handoffs, Plan},
+    workers::{FakeDecode, FakePrefill, Handoffs, Plan, layout},
 };
 use longreach_proto::inference::{
     inference_service_client::InferenceServiceClient, model_service_client::ModelServiceClient,
@@ -83,6 +85,13 @@ impl TestRouter {
         Channel::from_shared(self.grpc_uri.clone()).unwrap().connect().await.unwrap()
     }
 
+    /// A connection whose streams have little room for what is not read, and that has room for all its streams.
+    pub(crate) async fn narrow_channel(&self) -> Channel {
+        let endpoint = Channel::from_shared(self.grpc_uri.clone()).unwrap();
+        let endpoint = endpoint.initial_stream_window_size(16 << 10).initial_connection_window_size(1 << 28);
+        endpoint.connect().await.unwrap()
+    }
+
     /// A client of the typed face.
     pub(crate) async fn inference(&self) -> InferenceServiceClient<Channel> {
         InferenceServiceClient::new(self.channel().await)
@@ -111,9 +120,9 @@ impl TestRouter {
 
 /// Waits until `condition` holds; fails after ten seconds.
 pub(crate) async fn eventually(what: &str, mut condition: impl AsyncFnMut() -> bool) {
-    let deadline = tokio::time::Instant::now() + Duration::from_secs(10);
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
     while !condition().await {
-        assert!(tokio::time::Instant::now() < deadline, "{what}: not within 10 s");
+        assert!(tokio::time::Instant::now() < deadline, "{what}: not within 60 s");
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }

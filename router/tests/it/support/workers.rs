@@ -161,6 +161,7 @@ struct Shared<R> {
     n_said: Arc<AtomicUsize>,
     n_descriptions: AtomicUsize,
     max_seq_len: usize,
+    kv_dtype: Mutex<KvDtype>,
 }
 
 /// Counts an open stream for as long as it lives.
@@ -216,6 +217,16 @@ impl<R: Clone + Send + 'static> Fake<R> {
         self.shared.calls.lock().unwrap().clone()
     }
 
+    /// How often it was asked about itself.
+    pub(crate) fn n_descriptions(&self) -> usize {
+        self.shared.n_descriptions.load(Ordering::SeqCst)
+    }
+
+    /// From now on it stores KV in `kv_dtype`.
+    pub(crate) fn set_kv_dtype(&self, kv_dtype: KvDtype) {
+        *self.shared.kv_dtype.lock().unwrap() = kv_dtype;
+    }
+
     /// Ends it, and every connection of it.
     pub(crate) fn kill(&self) {
         if let Some(runtime) = self.runtime.lock().unwrap().take() {
@@ -251,7 +262,14 @@ fn shared<R>(
         n_said: Arc::default(),
         n_descriptions: AtomicUsize::new(0),
         max_seq_len,
+        kv_dtype: Mutex::new(KvDtype::F32),
     })
+}
+
+impl<R> Shared<R> {
+    fn layout(&self) -> KvLayout {
+        layout(*self.kv_dtype.lock().unwrap())
+    }
 }
 
 impl<R: Clone> Shared<R> {
@@ -322,13 +340,14 @@ impl FakePrefill {
     }
 }
 
-fn layout() -> KvLayout {
+/// How a double that stores `kv_dtype` holds KV.
+pub(crate) fn layout(kv_dtype: KvDtype) -> KvLayout {
     KvLayout {
         model_fingerprint: [7; 16],
         n_layers: 2,
         n_kv_heads: 1,
         head_dim: 8,
-        kv_dtype: KvDtype::F32,
+        kv_dtype,
         block_size: 16,
         n_shards: 8,
         wire_version: WIRE_VERSION,
@@ -344,7 +363,7 @@ impl DecodeHandler for DecodeDouble {
             return Err(refuse());
         }
         let open = OpenStream::new(&self.0.n_open);
-        let script = DecodeScript::new(plan, request, Arc::clone(&self.0.handoffs));
+        let script = DecodeScript::new(plan, request, &self.0);
         let n_said = Arc::clone(&self.0.n_said);
         Ok(stream::unfold((script, open, n_said), |(mut script, open, n_said)| async move {
             let event = script.next().await?;
@@ -359,7 +378,7 @@ impl DecodeHandler for DecodeDouble {
         Ok(GroupInfo {
             group_id: "g".to_owned(),
             epoch: Epoch(1),
-            layout: layout(),
+            layout: self.0.layout(),
             n_ranks: 2,
             dcp_size: 2,
             max_seq_len: self.0.max_seq_len,
@@ -378,6 +397,7 @@ struct DecodeScript {
     sampling: SamplingParams,
     handoffs: Arc<Handoffs>,
     handoff: HandoffId,
+    layout: KvLayout,
     is_reserved: bool,
     next_idx: usize,
     n_said: usize,
@@ -386,7 +406,7 @@ struct DecodeScript {
 }
 
 impl DecodeScript {
-    fn new(plan: Plan, request: GenerateRequest, handoffs: Arc<Handoffs>) -> Self {
+    fn new(plan: Plan, request: GenerateRequest, shared: &Shared<GenerateRequest>) -> Self {
         static HANDOFF: AtomicU64 = AtomicU64::new(1);
         let GenerateRequest { prompt, sampling, .. } = request;
         let next_idx = prompt.n_resumed + usize::from(!plan.prefilled_here);
@@ -394,7 +414,8 @@ impl DecodeScript {
             plan,
             prompt: client_prompt(&prompt),
             sampling,
-            handoffs,
+            handoffs: Arc::clone(&shared.handoffs),
+            layout: shared.layout(),
             handoff: HandoffId(HANDOFF.fetch_add(1, Ordering::SeqCst).into()),
             is_reserved: false,
             next_idx,
@@ -458,7 +479,7 @@ impl DecodeScript {
             epoch: Epoch(1),
             cached_len: self.plan.cached_len,
             prefilled_here: self.plan.prefilled_here,
-            layout: layout(),
+            layout: self.layout.clone(),
             blocks: 0..self.prompt.len().div_ceil(16),
             dcp_size: 2,
             ranks: vec![rank(0), rank(1)],
@@ -522,7 +543,7 @@ impl PrefillHandler for PrefillDouble {
         self.0.n_descriptions.fetch_add(1, Ordering::SeqCst);
         Ok(PrefillInfo {
             worker_id: "p".to_owned(),
-            layout: layout(),
+            layout: self.0.layout(),
             max_seq_len: self.0.max_seq_len,
             vocab_size: 259,
             pool: PoolState { total: 64, free: 64, ..PoolState::default() },
