@@ -242,7 +242,10 @@ impl Choice {
         }
         self.log(&fault);
         self.failures.n_tokens = 0;
-        self.failures.since.get_or_insert_with(Instant::now);
+        if self.failures.since.is_none() {
+            self.failures.since = Some(Instant::now());
+            self.dispatcher.metrics.interrupted();
+        }
         let is_elsewhere = self.exclude(&fault, leg.as_ref());
         if leg.is_some_and(|leg| leg.was_at_work()) && !fault.is_refusal() {
             self.failures.n_attempts += 1;

@@ -54,6 +54,7 @@ pub(crate) struct Metrics {
     prompt_tokens: Counter,
     completion_tokens: Counter,
     prefix_hit_tokens: Counter,
+    interrupted_streams: Counter,
     resumed_streams: Counter,
     stalled_streams: Counter,
     workers: Family<RoleLabels, Gauge>,
@@ -85,6 +86,7 @@ impl Metrics {
             prompt_tokens: Counter::default(),
             completion_tokens: Counter::default(),
             prefix_hit_tokens: Counter::default(),
+            interrupted_streams: Counter::default(),
             resumed_streams: Counter::default(),
             stalled_streams: Counter::default(),
             workers: Family::default(),
@@ -123,6 +125,7 @@ impl Metrics {
         count("prompt_tokens", "tokens of the prompts of finished requests", &self.prompt_tokens);
         count("completion_tokens", "tokens of the outputs of finished requests", &self.completion_tokens);
         count("prefix_hit_tokens", "prompt tokens found in a cache", &self.prefix_hit_tokens);
+        count("interrupted_streams", "outputs that lost a worker, or found none", &self.interrupted_streams);
         count("resumed_streams", "outputs that went on after a worker was lost", &self.resumed_streams);
         count("stalled_streams", "streams whose client had stopped reading", &self.stalled_streams);
     }
@@ -153,6 +156,11 @@ impl Metrics {
     /// A worker came that has `field` otherwise than most.
     pub(crate) fn layout_mismatch(&self, role: &'static str, field: &'static str) {
         self.layout_mismatches.get_or_create(&MismatchLabels { role, field }).inc();
+    }
+
+    /// An output lost a worker, and another is looked for.
+    pub(crate) fn interrupted(&self) {
+        self.interrupted_streams.inc();
     }
 
     /// An output went on after a worker was lost.

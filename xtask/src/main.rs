@@ -1,4 +1,4 @@
-//! Tasks of the workspace, one command for each: `cargo xtask ci`, `tidy`, `arrows`, `etcd`, `interop`.
+//! Tasks of the workspace, one command for each: `cargo xtask ci`, `tidy`, `arrows`, `etcd`, `fuzz`, `interop`, `chaos`.
 //!
 //! Shell scripts were the obvious alternative; this is Rust so that the rules have types and tests of their own and
 //! need nothing but the toolchain. It builds and publishes nothing: that is cargo's work.
@@ -9,6 +9,7 @@
 )]
 
 mod arrows;
+mod chaos;
 mod ci;
 mod etcd;
 mod failure;
@@ -35,7 +36,8 @@ usage: cargo xtask <task>
   etcd          installs the etcd server that tests start, where it is missing
   interop       a cluster on this machine against the Python clients of tests/python
   fuzz [--seconds N] [TARGET…]
-                the parsers of outside bytes under libFuzzer, each for N seconds (60); needs a nightly toolchain";
+                the parsers of outside bytes under libFuzzer, each for N seconds (60); needs a nightly toolchain
+  chaos         the failure table with real processes; see `cargo xtask chaos --help`";
 
 /// Exit code of a command line that cannot be understood (`EX_USAGE`).
 const EXIT_USAGE: u8 = 64;
@@ -51,6 +53,7 @@ fn main() -> ExitCode {
         ["etcd"] => |_| etcd::install(),
         ["interop"] => ci::interop,
         ["fuzz", ..] => fuzz::run,
+        ["chaos", ..] => chaos::run,
         _ => {
             eprintln!("{USAGE}");
             return ExitCode::from(EXIT_USAGE);

@@ -30,6 +30,8 @@ pub struct ServedModel {
     pub text: TextModel,
     /// What it is called.
     pub name: String,
+    /// Where its files lie.
+    pub path: PathBuf,
     _dir: Option<TempDir>,
 }
 
@@ -61,7 +63,7 @@ impl ServedModel {
     fn open(name: String, path: PathBuf, dir: Option<TempDir>) -> Result<Self, Error> {
         let model = Model::open(ModelFiles::open(&path)?)?;
         let text = TextModel::load(&path)?;
-        Ok(Self { model, text, name, _dir: dir })
+        Ok(Self { model, text, name, path, _dir: dir })
     }
 
     /// What a token spells.
