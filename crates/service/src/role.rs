@@ -13,6 +13,10 @@ use crate::{
     telemetry::{LogConfig, init_tracing},
 };
 
+/// Threads for work that blocks: tokenising, loading, joining. More wait for less; but a burst of requests starts them all,
+/// each with a stack. What waits for one is bounded by what a role admits.
+const MAX_BLOCKING_THREADS: usize = 32;
+
 /// Why a role's process ended before it was asked to.
 #[derive(Debug, thiserror::Error)]
 pub enum RoleError {
@@ -73,7 +77,8 @@ where
 {
     let settings = args.load()?;
     init_tracing(&LogConfig { filter: settings.log().to_owned() }).map_err(ConfigError::Log)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    let runtime = runtime.max_blocking_threads(MAX_BLOCKING_THREADS).enable_all().build();
     runtime.map_err(RoleError::failed)?.block_on(async {
         let signals = Signals::install().map_err(RoleError::failed)?;
         serve(settings, signals).await
