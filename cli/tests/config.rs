@@ -16,7 +16,7 @@ use longreach_service::{RoleArgs, Settings};
 use toml::{Table, Value};
 
 /// Values of every type that settings have, strict types first. A setting takes the first three that it accepts.
-const VALUES: [&str; 20] = [
+const VALUES: [&str; 22] = [
     "127.0.0.1:7001",
     "127.0.0.1:7002",
     "127.0.0.1:7003",
@@ -36,6 +36,8 @@ const VALUES: [&str; 20] = [
     "replicate",
     "gather",
     "as-stored",
+    "true",
+    "false",
     "2",
 ];
 const NUMBERS: [&str; 2] = ["3", "4"];

@@ -131,7 +131,13 @@ pub struct WorkersSection {
     #[arg(long, id = "workers.poll_interval", default_value_t = Span(WorkerConfig::default().poll_interval))]
     pub poll_interval: Span,
     /// Be ready without a prefill worker: the decode groups compute every prompt themselves.
-    #[arg(long, id = "workers.prefill_optional")]
+    #[arg(
+        long,
+        id = "workers.prefill_optional",
+        action = clap::ArgAction::Set,
+        default_value_t = false,
+        value_name = "BOOL"
+    )]
     pub prefill_optional: bool,
     /// How long a worker is kept whose registration is gone although it goes on answering.
     #[arg(long, id = "workers.unlisted_grace", default_value_t = Span(WorkerConfig::default().unlisted_grace))]
