@@ -80,10 +80,10 @@ fn runs(pid: u32) -> bool {
     stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
 }
 
-/// The answer to a greedy prompt: the text, from the JSON of a 200.
-fn complete(http: SocketAddr, on_sent: impl FnOnce()) -> String {
-    let body =
-        r#"{"model":"SmolLM2-135M-Instruct","prompt":"Once upon a time","max_tokens":100,"temperature":0}"#;
+/// The streamed answer to a greedy prompt. `begun` is called when it has begun.
+fn complete(http: SocketAddr, begun: impl FnOnce()) -> String {
+    let body = r#"{"model":"SmolLM2-135M-Instruct","prompt":"Once upon a time","max_tokens":200,"temperature":0,
+        "stream":true}"#;
     let mut stream = TcpStream::connect(http).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     let head = format!(
@@ -92,13 +92,22 @@ fn complete(http: SocketAddr, on_sent: impl FnOnce()) -> String {
         body.len()
     );
     stream.write_all(format!("{head}{body}").as_bytes()).unwrap();
-    on_sent();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-    assert!(head.starts_with("HTTP/1.1 200"), "{answer}");
-    let body: serde_json::Value = serde_json::from_str(body).unwrap();
-    body["choices"][0]["text"].as_str().unwrap().to_owned()
+    let (mut begun, mut text, mut all) = (Some(begun), String::new(), String::new());
+    for line in BufReader::new(stream).lines() {
+        let line = line.unwrap();
+        all += &line;
+        let Some(data) = line.strip_prefix("data: ") else { continue };
+        if data == "[DONE]" {
+            break;
+        }
+        let event: serde_json::Value = serde_json::from_str(data).unwrap();
+        text += event["choices"][0]["text"].as_str().unwrap_or_default();
+        if let Some(begun) = begun.take_if(|_| !text.is_empty()) {
+            begun();
+        }
+    }
+    assert!(all.ends_with("[DONE]"), "the answer has no end: {all}");
+    text
 }
 
 #[test]

@@ -52,9 +52,13 @@ mod tests {
 
     #[test]
     fn ports_are_free_and_different() {
-        let ports = free_ports(40).unwrap();
-        let listeners: Vec<_> =
-            ports.iter().map(|&port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).unwrap()).collect();
+        let bound = || {
+            let ports = free_ports(40).unwrap();
+            let listen = |&port: &u16| TcpListener::bind((Ipv4Addr::LOCALHOST, port));
+            ports.iter().map(listen).collect::<io::Result<Vec<_>>>()
+        };
+        // Another test may take one in between; not every time.
+        let listeners = (0..5).find_map(|_| bound().ok()).unwrap();
         assert_eq!(listeners.len(), 40);
     }
 }
