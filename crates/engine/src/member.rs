@@ -26,7 +26,7 @@ use tokio::{
     sync::{Notify, mpsc, watch},
 };
 use tokio_util::task::TaskTracker;
-use tracing::warn;
+use tracing::{info, warn};
 
 use crate::{
     engine::{Engine, EngineSetup, LaneSetup},
@@ -336,7 +336,8 @@ fn hear(
 ) -> std::io::Result<(Broadcaster, Vec<Reader>)> {
     control.spawn_readers(move |rank, message| {
         if let Err(end) = &message {
-            warn!(rank, %end, "control link ended");
+            // What it means, the engine says: a group that is told to stop ends like this too.
+            info!(rank, %end, "control link ended");
             abort.abort();
         }
         // A stopped engine needs no more events.
