@@ -26,6 +26,18 @@ fn long_prompt(n_tokens: u32) -> Ask {
     Ask::tokens((0..n_tokens).map(|i| i * 13 % 251).collect::<Vec<_>>()).max_tokens(400)
 }
 
+/// Asks for `ask` and listens, until it is dropped.
+fn listen(cluster: &TestCluster, ask: &Ask) -> impl Future<Output = Result<(), tonic::Status>> + use<> {
+    let (mut client, request) = (cluster.inference(), ask.stream_request());
+    async move {
+        let mut events = client.generate_stream(request).await?.into_inner();
+        while let Some(event) = events.next().await {
+            event?;
+        }
+        Ok(())
+    }
+}
+
 /// Waits until `engine` is in the state of `condition`.
 async fn until(engine: &EngineHandle, condition: impl FnMut(&EngineInfo) -> bool) -> Result<(), Error> {
     assert!(tokio::time::timeout(PATIENCE, engine.wait_for(condition)).await?);
@@ -47,14 +59,7 @@ async fn a_client_that_goes_away_frees_both_sides_at_every_stage() -> Result<(),
 
     // While the prompt is computed, and its KV sent.
     let mut call = tokio::task::JoinSet::new();
-    let (mut client, request) = (cluster.inference(), ask.stream_request());
-    call.spawn(async move {
-        let mut events = client.generate_stream(request).await?.into_inner();
-        while let Some(event) = events.next().await {
-            event?;
-        }
-        Ok::<(), tonic::Status>(())
-    });
+    call.spawn(listen(&cluster, &ask));
     until(&cluster.decode, |info| info.stats.n_receiving == 1).await?;
     until(&cluster.prefills[0], |info| info.stats.n_running == 1 && info.stats.pending_tokens < 2000).await?;
     call.abort_all();
@@ -110,8 +115,7 @@ async fn a_client_that_goes_away_while_it_queues_leaves_the_queue() -> Result<()
     let mut first = running.open(&cluster).await?;
     first.next().await.ok_or("no event")??;
     let mut waiting = tokio::task::JoinSet::new();
-    let (mut client, request) = (cluster.inference(), running.stream_request());
-    waiting.spawn(async move { client.generate_stream(request).await.map(drop) });
+    waiting.spawn(listen(&cluster, &running));
     until(&cluster.decode, |info| info.stats.n_waiting == 1).await?;
     let start = Instant::now();
     waiting.abort_all();
@@ -143,8 +147,7 @@ async fn ten_cancelled_requests_free_both_sides_and_hold_nobody_up() -> Result<(
     for _ in 0..3 {
         let mut calls = tokio::task::JoinSet::new();
         for _ in 0..10 {
-            let (mut client, request) = (cluster.inference(), ask.stream_request());
-            calls.spawn(async move { client.generate_stream(request).await?.into_inner().message().await });
+            calls.spawn(listen(&cluster, &ask));
         }
         until(&cluster.decode, |info| info.stats.n_receiving > 0).await?;
         until(&cluster.prefills[0], |info| info.stats.n_running > 0).await?;
