@@ -7,8 +7,7 @@ mod settings;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use longreach_cluster::{
-    Backoff, Coordinator, Key, KeyError, KeySpace, PrefillRegistration, Record, Registration,
-    RegistrationSpec, RegistrationState, superseded,
+    Coordinator, Key, KeyError, KeySpace, PrefillRegistration, Registration, RegistrationState, superseded,
 };
 use longreach_engine::{
     BuildError, EngineConfig, EngineHandle, GrpcTransport, Model, RunningEngine,
@@ -18,7 +17,7 @@ use longreach_engine::{
 use longreach_proto::worker::prefill_server;
 use longreach_service::{AdminBindError, Hold, config::Advertise};
 use longreach_tls::Security;
-use longreach_types::{GroupShape, WorkerId};
+use longreach_types::{GroupShape, Incarnation, WorkerId};
 use longreach_worker::Ops;
 use tokio::{runtime::Handle, sync::watch};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -74,7 +73,7 @@ pub enum StartError {
 /// A prefill worker that is loaded and runs, and does not serve yet.
 pub struct PrefillWorker {
     config: PrefillConfig,
-    key: String,
+    keys: KeySpace,
     layout_hash: String,
     door: Door,
     ops: Ops,
@@ -104,7 +103,7 @@ impl PrefillConfig {
         progress: impl Fn(usize, usize) + Send + Sync + 'static,
     ) -> Result<PrefillWorker, StartError> {
         self.engine.shape = GroupShape::SINGLE;
-        let key = keys.encode(&Key::Prefill(WorkerId(self.worker_id.clone())))?;
+        let _is_a_name = keys.encode(&Key::Prefill(WorkerId(self.worker_id.clone())))?;
         let door = Door::open(self.addr, self.security.clone()).await?;
         let ops = Ops::open("prefill", self.http_addr).await?;
         let layout_hash = model.layout_hash(&self.engine);
@@ -114,7 +113,7 @@ impl PrefillConfig {
         let engine = tokio::task::spawn_blocking(start).await??;
         let handle = engine.handle.clone();
         ops.register_engine(move || Some(handle.info()));
-        Ok(PrefillWorker { config: self, key, layout_hash, door, ops, engine })
+        Ok(PrefillWorker { config: self, keys: keys.clone(), layout_hash, door, ops, engine })
     }
 }
 
@@ -143,21 +142,18 @@ impl PrefillWorker {
         shutdown: CancellationToken,
     ) -> Result<Drained, String> {
         let endpoint = self.endpoint();
-        let Self { config, key, layout_hash, door, ops, engine } = self;
+        let Self { config, keys, layout_hash, door, ops, engine } = self;
         let (tasks, leave, close) = (TaskTracker::new(), CancellationToken::new(), CancellationToken::new());
         let gate = Gate::default();
         let id = WorkerId(config.worker_id.clone());
-        let value = move |incarnation| {
-            let (id, endpoint, layout_hash) = (id.clone(), endpoint.clone(), layout_hash.clone());
-            PrefillRegistration { id, incarnation, endpoint, layout_hash }.encode()
-        };
+        let member = PrefillRegistration { id, incarnation: Incarnation::default(), endpoint, layout_hash };
+        let spec = member.spec(&keys, config.lease_ttl).map_err(|error| format!("registering: {error}"))?;
         let handler = Prefill::new(engine.handle.clone(), config.worker_id, gate.clone());
         let routes = Routes::new(prefill_server(Arc::new(handler)));
         let readiness = ops.readiness.clone();
         let hold = readiness.hold("registration");
         let routes = ops.start(routes, &SERVICE_NAMES, &tasks, &close).await;
         let server = tasks.spawn(door.serve(routes, close.clone()));
-        let spec = RegistrationSpec { key, value, ttl: config.lease_ttl, backoff: Backoff::default() };
         let registration =
             Registration::spawn(&coordinator, spec).map_err(|error| format!("registering: {error}"))?;
         tasks.spawn(release_when_registered(hold, registration.state(), leave.clone()));

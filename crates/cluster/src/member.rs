@@ -1,8 +1,8 @@
 //! What the keys of a cluster mean: who came, who left.
 //!
 //! Above [`View`]: the same differences, read as members. A registration whose incarnation changes is one process
-//! leaving and another coming, not a change of a process. A value that cannot be read is reported once and treated
-//! as absent: one bad writer must not hide the rest of the cluster.
+//! leaving and another coming, not a change of a process. A value that cannot be read, or that names another
+//! than its key does, is reported once and treated as absent: one bad writer must not hide the rest of the cluster.
 
 use std::sync::Arc;
 
@@ -63,7 +63,8 @@ pub enum MemberEvent {
         /// Where.
         ready: ReadyRecord,
     },
-    /// A key or value of the cluster that this build cannot read. It is treated as absent.
+    /// A key or value of the cluster that this build cannot read, or a value under somebody else's key. It is treated as
+    /// absent.
     Unreadable {
         /// The key.
         key: String,
@@ -142,9 +143,22 @@ impl Membership {
     fn read(&self, entry: &Entry) -> Result<Member, Option<RecordError>> {
         let value = &entry.value;
         Ok(match self.keys.parse(&entry.key).ok_or(None)? {
-            Key::Prefill(_) => Member::Prefill(PrefillRegistration::decode(value)?),
-            Key::Rank { group, .. } => Member::Rank(group, DecodeRegistration::decode(value)?),
-            Key::Epoch(group) => Member::Epoch(group, EpochRecord::decode(value)?),
+            Key::Prefill(id) => {
+                let registration = PrefillRegistration::decode(value)?;
+                registration.check_place(&id)?;
+                Member::Prefill(registration)
+            }
+            Key::Rank { group, rank } => {
+                let registration = DecodeRegistration::decode(value)?;
+                registration.check_place(&group, rank)?;
+                Member::Rank(group, registration)
+            }
+            Key::Epoch(group) => {
+                let record = EpochRecord::decode(value)?;
+                record.check_place(&group)?;
+                Member::Epoch(group, record)
+            }
+            // Names nobody.
             Key::Ready(group) => Member::Ready(group, ReadyRecord::decode(value)?),
         })
     }

@@ -3,9 +3,17 @@
 //! A reader ignores fields that it does not know, so a field may be added at any time; a change that an old reader
 //! would misunderstand takes a new version, which the old reader refuses by name.
 
+use std::time::Duration;
+
 use longreach_types::{Epoch, GroupSecret, Incarnation, WorkerId};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thiserror::Error;
+
+use crate::{
+    backoff::Backoff,
+    keys::{GroupId, Key, KeyError, KeySpace},
+    registration::RegistrationSpec,
+};
 
 /// The version of all records that this build writes and reads.
 const VERSION: u32 = 1;
@@ -21,6 +29,14 @@ pub enum RecordError {
     Version {
         /// The version in the record.
         got: u32,
+    },
+    /// Written under a key that names somebody else: a reader who believed either name would act on the wrong one.
+    #[error("the record is of {record}, its key of {key}")]
+    Misplaced {
+        /// Whom the record names.
+        record: String,
+        /// Whom the key names.
+        key: String,
     },
 }
 
@@ -132,11 +148,66 @@ pub(crate) struct Holder {
     pub(crate) incarnation: Incarnation,
 }
 
+impl PrefillRegistration {
+    /// How the worker stays registered under its name, each life of it as an incarnation of its own.
+    pub fn spec(
+        self,
+        keys: &KeySpace,
+        ttl: Duration,
+    ) -> Result<RegistrationSpec<impl Fn(Incarnation) -> Vec<u8> + Send + Sync + use<>>, KeyError> {
+        let key = keys.encode(&Key::Prefill(self.id.clone()))?;
+        let value = move |incarnation| Self { incarnation, ..self.clone() }.encode();
+        Ok(RegistrationSpec { key, value, ttl, backoff: Backoff::default() })
+    }
+
+    /// Whether it may be under the key of `id`.
+    pub(crate) fn check_place(&self, id: &WorkerId) -> Result<(), RecordError> {
+        check_name(&self.id.0, &id.0)
+    }
+}
+
+impl DecodeRegistration {
+    /// The name under which a rank of a group registers.
+    pub fn id_of(group: &GroupId, rank: usize) -> WorkerId {
+        WorkerId(format!("{group}-{rank}"))
+    }
+
+    /// How the rank stays registered in `group`, each life of its process as an incarnation of its own.
+    pub fn spec(
+        self,
+        keys: &KeySpace,
+        group: &GroupId,
+        ttl: Duration,
+    ) -> Result<RegistrationSpec<impl Fn(Incarnation) -> Vec<u8> + Send + Sync + use<>>, KeyError> {
+        let key = keys.encode(&Key::Rank { group: group.clone(), rank: self.rank })?;
+        let value = move |incarnation| Self { incarnation, ..self.clone() }.encode();
+        Ok(RegistrationSpec { key, value, ttl, backoff: Backoff::default() })
+    }
+
+    /// Whether it may be under the key of `rank` of `group`, or at its place in an epoch of the group.
+    pub(crate) fn check_place(&self, group: &GroupId, rank: usize) -> Result<(), RecordError> {
+        check_name(&self.id.0, &Self::id_of(group, rank).0)?;
+        check_name(&format!("rank {}", self.rank), &format!("rank {rank}"))
+    }
+}
+
+impl EpochRecord {
+    /// Whether it may be under the key of `group`.
+    pub(crate) fn check_place(&self, group: &GroupId) -> Result<(), RecordError> {
+        self.members.iter().enumerate().try_for_each(|(rank, member)| member.check_place(group, rank))
+    }
+}
+
 impl Record for Holder {}
 impl Record for PrefillRegistration {}
 impl Record for DecodeRegistration {}
 impl Record for EpochRecord {}
 impl Record for ReadyRecord {}
+
+fn check_name(record: &str, key: &str) -> Result<(), RecordError> {
+    let misplaced = || RecordError::Misplaced { record: record.to_owned(), key: key.to_owned() };
+    if record == key { Ok(()) } else { Err(misplaced()) }
+}
 
 /// The types crate has no dependencies, so its newtypes are taken apart and put together here.
 macro_rules! as_inner {

@@ -2,14 +2,14 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use longreach_types::{Incarnation, WorkerId};
+use longreach_types::{Epoch, GroupSecret, Incarnation, WorkerId};
 use proptest::{collection::vec, prelude::*};
 use tokio::time::{self, timeout};
 
 use crate::{
-    Backoff, Batch, Change, Coordinator, Delta, Entry, Expect, Key, KeySpace, LeaseId, MemberEvent,
-    Membership, MemoryConfig, MemoryCoordinator, PrefillRegistration, Record, Revision, Snapshot, Swap, View,
-    WatchEvent, Watcher,
+    Backoff, Batch, Change, Coordinator, DecodeRegistration, Delta, Entry, EpochRecord, Expect, GroupId, Key,
+    KeySpace, LeaseId, MemberEvent, Membership, MemoryConfig, MemoryCoordinator, PrefillRegistration,
+    ReadyRecord, Record, RecordError, Revision, Snapshot, Swap, View, WatchEvent, Watcher,
 };
 
 const TTL: Duration = Duration::from_secs(5);
@@ -277,4 +277,120 @@ fn what_cannot_be_read_is_reported_and_hides_nobody() {
     // It was never there, so it does not leave.
     let gone = membership.apply(snapshot_of(&[]));
     assert!(matches!(&gone[..], [MemberEvent::PrefillLeft { .. }, MemberEvent::Current]), "{gone:?}");
+}
+
+/// One of every kind of record, for somebody: `(name, rank)` of whoever wrote it, who may not be whom its key names.
+#[derive(Clone, Debug)]
+enum Written {
+    Prefill { key: String, id: String },
+    Rank { key: (String, usize), id: (String, usize), rank: usize },
+    Epoch { key: String, members: Vec<((String, usize), usize)> },
+    Ready { key: String },
+}
+
+fn written() -> impl Strategy<Value = Written> {
+    // Few names, so that a record is often where it belongs; "a-0" is the name of a group and of a rank of another.
+    let name = || prop_oneof![4 => Just("a"), 1 => Just("b"), 1 => Just("a-0")].prop_map(str::to_owned);
+    let rank = || prop_oneof![4 => Just(0_usize), 1 => 1_usize..3];
+    let member = move || ((name(), rank()), rank());
+    prop_oneof![
+        (name(), name()).prop_map(|(key, id)| Written::Prefill { key, id }),
+        ((name(), rank()), member()).prop_map(|(key, (id, rank))| Written::Rank { key, id, rank }),
+        (name(), vec(member(), 0..3)).prop_map(|(key, members)| Written::Epoch { key, members }),
+        (name(), 1_usize..3).prop_map(|(key, n)| {
+            let members = (0..n).map(|rank| ((key.clone(), rank), rank)).collect();
+            Written::Epoch { key, members }
+        }),
+        name().prop_map(|key| Written::Ready { key }),
+    ]
+}
+
+impl Written {
+    fn key(&self) -> Key {
+        match self {
+            Self::Prefill { key, .. } => Key::Prefill(WorkerId(key.clone())),
+            Self::Rank { key: (group, rank), .. } => Key::Rank { group: GroupId(group.clone()), rank: *rank },
+            Self::Epoch { key, .. } => Key::Epoch(GroupId(key.clone())),
+            Self::Ready { key } => Key::Ready(GroupId(key.clone())),
+        }
+    }
+
+    fn value(&self) -> Vec<u8> {
+        match self {
+            Self::Prefill { id, .. } => {
+                PrefillRegistration { id: WorkerId(id.clone()), ..prefill(1) }.encode()
+            }
+            Self::Rank { id, rank, .. } => member(id, *rank).encode(),
+            Self::Epoch { members, .. } => {
+                let members = members.iter().map(|(id, rank)| member(id, *rank)).collect();
+                EpochRecord { epoch: Epoch(3), secret: GroupSecret::new([1; 32]), members }.encode()
+            }
+            Self::Ready { .. } => {
+                let (endpoint, layout_hash) = (String::new(), String::new());
+                ReadyRecord { epoch: Epoch(3), endpoint, n_ranks: 1, dcp_size: 1, layout_hash }.encode()
+            }
+        }
+    }
+
+    /// The first two names that differ, that of the record first.
+    fn difference(&self) -> Option<(String, String)> {
+        let of_member = |(group, place): (&str, usize), (id, rank): (&(String, usize), usize)| {
+            let ids = (format!("{}-{}", id.0, id.1), format!("{group}-{place}"));
+            let ranks = (format!("rank {rank}"), format!("rank {place}"));
+            [ids, ranks].into_iter().find(|(record, key)| record != key)
+        };
+        match self {
+            Self::Prefill { key, id } => (key != id).then(|| (id.clone(), key.clone())),
+            Self::Rank { key: (group, place), id, rank } => of_member((group, *place), (id, *rank)),
+            Self::Epoch { key, members } => {
+                let mut members = members.iter().enumerate();
+                members.find_map(|(place, (id, rank))| of_member((key, place), (id, *rank)))
+            }
+            Self::Ready { .. } => None,
+        }
+    }
+}
+
+fn member((group, idx): &(String, usize), rank: usize) -> DecodeRegistration {
+    DecodeRegistration {
+        id: DecodeRegistration::id_of(&GroupId(group.clone()), *idx),
+        incarnation: Incarnation(1),
+        rank,
+        n_ranks: 3,
+        dcp_size: 3,
+        endpoint: String::new(),
+        peer_addr: String::new(),
+        layout_hash: String::new(),
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_record_under_the_key_of_another_is_reported_with_both_names_and_ignored(written in written()) {
+        let keys = KeySpace::new("c").unwrap();
+        let key = keys.encode(&written.key()).unwrap();
+        let mut membership = Membership::new(keys);
+        let events = membership.apply(snapshot_of(&[(&key, written.value())]));
+        match (written.difference(), &events[..]) {
+            (Some(names), [MemberEvent::Unreadable { key: told, error: Some(error) }, MemberEvent::Current]) => {
+                prop_assert_eq!(told, &key);
+                let RecordError::Misplaced { record, key } = &**error else { panic!("{error}") };
+                prop_assert_eq!((record.clone(), key.clone()), names);
+            }
+            (None, [event, MemberEvent::Current]) => {
+                let is_there = match written {
+                    Written::Prefill { .. } => matches!(event, MemberEvent::PrefillJoined(_)),
+                    Written::Rank { .. } => matches!(event, MemberEvent::RankJoined { .. }),
+                    Written::Epoch { .. } => matches!(event, MemberEvent::EpochRaised { .. }),
+                    Written::Ready { .. } => matches!(event, MemberEvent::GroupReady { .. }),
+                };
+                prop_assert!(is_there, "{event:?}");
+            }
+            other => prop_assert!(false, "{other:?}"),
+        }
+        // Who was never there does not leave.
+        let n_gone = membership.apply(snapshot_of(&[])).len();
+        let leaves = written.difference().is_none() && !matches!(written, Written::Epoch { .. });
+        prop_assert_eq!(n_gone, 1 + usize::from(leaves));
+    }
 }

@@ -169,7 +169,7 @@ pub(super) fn etcd_seeds() -> Vec<Vec<u8>> {
         layout_hash: "00ff-f32-b32-v1".to_owned(),
     };
     let rank = DecodeRegistration {
-        id: WorkerId("d".to_owned()),
+        id: DecodeRegistration::id_of(&group, 0),
         incarnation: Incarnation(8),
         rank: 0,
         n_ranks: 1,
