@@ -16,34 +16,27 @@
 //! one from forming. Ranks that are in the view and not alive cost one attempt with its bound; the next attempt is a new
 //! epoch, and nothing of the last one can reach into it.
 
-use std::{
-    collections::BTreeMap,
-    net::{SocketAddr, TcpListener},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, io, time::Duration};
 
 use longreach_cluster::{
     Backoff, DecodeRegistration, EpochError, EpochRecord, GroupId, ReadyRecord, RegistrationState,
     publish_ready, raise_epoch, withdraw_ready,
 };
 use longreach_engine::{
-    BuildError, DecodeGroup, EngineHandle, KvDoor, Rank, RunningEngine, RunningFollower,
-    process::{ConnectCancel, Peers, random_secret},
+    EngineHandle,
     serve::{Drained, drain},
 };
 use longreach_types::{Epoch, Incarnation};
 use tokio::{
-    runtime::Handle,
     sync::watch,
-    task::{JoinHandle, spawn_blocking},
-    time::{Instant, timeout},
+    time::{Instant, sleep, timeout},
 };
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use crate::{
     Cluster,
+    ranks::{Followed, Led, Ranks, Stuck},
     view::{Fit, GroupView},
 };
 
@@ -52,15 +45,6 @@ const LIVED: Duration = Duration::from_secs(10);
 
 /// How long the store may take to forget that a group was ready; routers also find out by themselves.
 const WITHDRAW_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// The ranks of this process.
-#[derive(Clone)]
-pub(crate) enum Hosted {
-    /// All, as threads.
-    Whole(DecodeGroup),
-    /// One, which meets its peers over TCP.
-    One { rank: Box<Rank>, idx: usize, listener: Arc<TcpListener> },
-}
 
 /// How a group comes together again and again.
 #[derive(Clone, Copy, Debug)]
@@ -80,15 +64,14 @@ impl Default for FormationConfig {
 }
 
 /// One process's part in its group.
-pub(crate) struct Formation {
+pub(crate) struct Formation<R> {
     pub(crate) cluster: Cluster,
     pub(crate) group: GroupId,
     pub(crate) fit: Fit,
-    pub(crate) hosted: Hosted,
-    pub(crate) config: FormationConfig,
+    pub(crate) ranks: R,
     pub(crate) drain_grace: Duration,
-    /// The door of each hosted rank.
-    pub(crate) doors: Vec<KvDoor>,
+    /// How long ranks of this process may go on computing for a life that the others have left.
+    pub(crate) stuck_timeout: Duration,
     pub(crate) view: watch::Receiver<GroupView>,
     /// The registration of each hosted rank, by rank.
     pub(crate) registrations: BTreeMap<usize, watch::Receiver<RegistrationState>>,
@@ -112,48 +95,53 @@ enum End {
     Failed(String),
     /// The group has a newer life, without this process as its leader.
     Fenced(Epoch),
+    /// Another rank has left, and the engine has not noticed in all the time it may take.
+    Stuck,
 }
 
 /// Why there is no life.
 #[derive(Debug, thiserror::Error)]
-enum FormError {
+enum FormError<E: std::error::Error> {
     #[error(transparent)]
     Epoch(#[from] EpochError),
-    #[error(transparent)]
-    Build(#[from] BuildError),
     #[error("cannot make the group's secret: {0}")]
-    Secret(std::io::Error),
-    #[error("cannot find rank {rank} at {addr}: {source}")]
-    Resolve { rank: usize, addr: String, source: std::io::Error },
-    #[error("cannot find rank {rank}: {addr} has no address")]
-    NoAddress { rank: usize, addr: String },
-    #[error("building the group: {0}")]
-    Task(#[from] tokio::task::JoinError),
+    Secret(io::Error),
+    #[error(transparent)]
+    Ranks(E),
 }
 
-impl Formation {
+impl<R: Ranks> Formation<R> {
     /// Lives until `shutdown`, then drains. `leave` takes this process out of the membership.
-    pub(crate) async fn run(mut self, shutdown: &CancellationToken, leave: &CancellationToken) -> Drained {
-        if self.is_leader() { self.lead(shutdown, leave).await } else { self.follow(shutdown, leave).await }
+    pub(crate) async fn run(
+        mut self,
+        shutdown: &CancellationToken,
+        leave: &CancellationToken,
+    ) -> Result<Drained, Stuck> {
+        if self.ranks.has_leader() {
+            self.lead(shutdown, leave).await
+        } else {
+            self.follow(shutdown, leave).await
+        }
     }
 
-    fn is_leader(&self) -> bool {
-        matches!(self.hosted, Hosted::Whole(_) | Hosted::One { idx: 0, .. })
-    }
-
-    async fn lead(&mut self, shutdown: &CancellationToken, leave: &CancellationToken) -> Drained {
+    async fn lead(
+        &mut self,
+        shutdown: &CancellationToken,
+        leave: &CancellationToken,
+    ) -> Result<Drained, Stuck> {
         loop {
-            // Both arms only wait.
+            // Biased, as every choice here, so that a simulated run is repeated by its seed. Both arms only wait.
             let members = tokio::select! {
+                biased;
                 () = shutdown.cancelled() => break,
                 members = self.complete() => members,
             };
             let begun = match shutdown.run_until_cancelled(self.raise(members)).await {
                 None => break,
                 Some(Err(error)) => Err(error),
-                Some(Ok(record)) => self.begin(&record, shutdown).await.map(|engine| (record, engine)),
+                Some(Ok(record)) => self.begin(&record, shutdown).await.map(|life| (record, life)),
             };
-            let (record, engine) = match begun {
+            let (record, life) = match begun {
                 Ok(begun) => begun,
                 Err(error) => {
                     self.failed(&error, shutdown).await;
@@ -161,14 +149,14 @@ impl Formation {
                 }
             };
             let since = Instant::now();
-            let end = self.serve(&record, &engine.handle, shutdown).await;
-            let drained = self.end_life(&record, engine, &end, leave).await;
+            let end = self.serve(&record, &life, shutdown).await;
+            let drained = self.end_life(&record, life, &end, leave).await?;
             if end == End::Shutdown {
-                return drained;
+                return Ok(drained);
             }
             self.rest(since, shutdown).await;
         }
-        Drained::Finished
+        Ok(Drained::Finished)
     }
 
     /// Waits until every rank is there.
@@ -195,6 +183,7 @@ impl Formation {
         let registrations = states.iter_mut().map(|state| Box::pin(state.changed()));
         // Both arms only wait; whoever is told looks at everything again.
         tokio::select! {
+            biased;
             _gone = self.view.changed() => {}
             _gone = futures::future::select_all(registrations) => {}
         }
@@ -211,8 +200,8 @@ impl Formation {
         self.registrations.iter_mut().map(|(rank, state)| (*rank, life(state))).collect()
     }
 
-    async fn raise(&mut self, members: Vec<DecodeRegistration>) -> Result<EpochRecord, FormError> {
-        let secret = random_secret().map_err(FormError::Secret)?;
+    async fn raise(&mut self, members: Vec<DecodeRegistration>) -> Result<EpochRecord, FormError<R::Error>> {
+        let secret = self.ranks.secret().map_err(FormError::Secret)?;
         let make = |epoch: Epoch| EpochRecord { epoch, secret, members };
         let Cluster { coordinator, keys } = &self.cluster;
         let record = raise_epoch(&**coordinator, keys, (&self.group, self.seen), make).await?;
@@ -226,61 +215,34 @@ impl Formation {
         &self,
         record: &EpochRecord,
         shutdown: &CancellationToken,
-    ) -> Result<RunningEngine, FormError> {
-        let endpoints: Vec<_> = record.members.iter().map(|member| member.endpoint.clone()).collect();
-        let runtime = Handle::current();
-        match &self.hosted {
-            Hosted::Whole(group) => {
-                let life = group.enlist(record.epoch);
-                self.doors.iter().zip(life.inlets()).for_each(|(door, inlet)| door.open(inlet));
-                Ok(spawn_blocking(move || life.start(endpoints, &runtime)).await??)
-            }
-            Hosted::One { rank, listener, .. } => {
-                let peers = self.peers(record).await?;
-                let (member, listener) = (rank.enlist(record.epoch), Arc::clone(listener));
-                self.doors.iter().for_each(|door| door.open(member.inlet()));
-                let cancel = peers.cancel.clone();
-                let joining = spawn_blocking(move || member.lead(&listener, &peers, endpoints, &runtime));
-                self.joined(joining, &cancel, (record, shutdown)).await
-            }
-        }
+    ) -> Result<R::Led, FormError<R::Error>> {
+        let moot = CancellationToken::new();
+        self.meet(self.ranks.lead(record, &moot), &moot, (record, shutdown)).await
     }
 
-    /// Waits for a rank that joins its peers, for as long as all of them may still come.
-    async fn joined<T>(
+    /// Waits for ranks that meet, for as long as all of them may still come.
+    async fn meet<T>(
         &self,
-        mut joining: JoinHandle<Result<T, BuildError>>,
-        cancel: &ConnectCancel,
+        meeting: impl Future<Output = Result<T, R::Error>>,
+        moot: &CancellationToken,
         (record, shutdown): (&EpochRecord, &CancellationToken),
-    ) -> Result<T, FormError> {
+    ) -> Result<T, FormError<R::Error>> {
         let mut view = self.view.clone();
+        tokio::pin!(meeting);
         // Biased: what has been reached counts. The other arms only wait.
         tokio::select! {
             biased;
-            joined = &mut joining => return Ok(joined??),
+            met = &mut meeting => return met.map_err(FormError::Ranks),
             () = shutdown.cancelled() => {}
             _moot = view.wait_for(|view| view.is_moot(record)) => {}
         }
-        cancel.cancel();
-        Ok(joining.await??)
-    }
-
-    async fn peers(&self, record: &EpochRecord) -> Result<Peers, FormError> {
-        let mut addrs = Vec::new();
-        for member in &record.members {
-            addrs.push(resolve(member).await?);
-        }
-        let (secret, connect_timeout) = (record.secret.clone(), self.config.connect_timeout);
-        Ok(Peers { addrs, secret, connect_timeout, cancel: ConnectCancel::default() })
+        moot.cancel();
+        meeting.await.map_err(FormError::Ranks)
     }
 
     /// Serves one life until something ends it.
-    async fn serve(
-        &mut self,
-        record: &EpochRecord,
-        engine: &EngineHandle,
-        shutdown: &CancellationToken,
-    ) -> End {
+    async fn serve(&mut self, record: &EpochRecord, life: &R::Led, shutdown: &CancellationToken) -> End {
+        let engine = life.engine();
         self.life.send_replace(Some(engine.clone()));
         self.is_serving.send_replace(true);
         let ready = self.ready(record);
@@ -289,6 +251,7 @@ impl Formation {
         let mut view = self.view.clone();
         // All arms only wait, and the announcement begins again in the next life.
         tokio::select! {
+            biased;
             () = shutdown.cancelled() => End::Shutdown,
             _stopped = engine.wait_for(|info| info.failure.is_some() || info.leaving.is_some()) => {
                 let info = engine.info();
@@ -306,6 +269,7 @@ impl Formation {
                     Err(_) => std::future::pending().await,
                 }
             } => End::Fenced(newer),
+            () = overdue(life.deserted(), self.stuck_timeout) => End::Stuck,
             never = announcing => match never {},
         }
     }
@@ -324,16 +288,19 @@ impl Formation {
     async fn end_life(
         &mut self,
         record: &EpochRecord,
-        engine: RunningEngine,
+        life: R::Led,
         end: &End,
         leave: &CancellationToken,
-    ) -> Drained {
+    ) -> Result<Drained, Stuck> {
         let (group, epoch) = (&self.group.0, record.epoch);
         match end {
             End::Shutdown => info!(group, %epoch, "the group drains"),
             End::Leaving(rank) => info!(group, %epoch, rank, "a rank drains, the group ends its epoch"),
             End::Failed(failure) => warn!(group, %epoch, failure, "the group has failed, it will form again"),
             End::Fenced(newer) => warn!(group, %epoch, %newer, "the group has a newer life"),
+            End::Stuck => {
+                error!(group, %epoch, "the group has left, and this process's rank has not noticed")
+            }
         }
         self.is_serving.send_replace(false);
         self.life.send_replace(None);
@@ -346,51 +313,63 @@ impl Formation {
             leave.cancel();
         }
         let drained = match end {
-            End::Shutdown | End::Leaving(_) => self.settle(&engine.handle).await,
-            End::Failed(_) | End::Fenced(_) => Drained::Finished,
+            End::Shutdown | End::Leaving(_) => self.settle(life.engine()).await,
+            End::Failed(_) | End::Fenced(_) | End::Stuck => Drained::Finished,
         };
-        self.doors.iter().for_each(KvDoor::close);
-        // Its failure is known already, and a stopped life has nothing more to say.
-        let _ended = engine.stop().await;
-        drained
+        self.ranks.close_doors();
+        let stuck = Stuck { epoch: record.epoch, after: self.stuck_timeout };
+        if *end == End::Stuck {
+            return Err(stuck);
+        }
+        timeout(self.stuck_timeout, life.stop()).await.map_err(|_| stuck)?;
+        Ok(drained)
     }
 
     /// Lets sequences go: over to another group at once if there is one, else when they are done or the grace is over.
     async fn settle(&self, engine: &EngineHandle) -> Drained {
         let has_heir = self.view.borrow().has_heir(&self.group, &self.fit);
         if has_heir {
-            engine.hand_over().await;
+            // An engine that hangs may not even take this in.
+            let _or_not = timeout(self.drain_grace, engine.hand_over()).await;
         }
         drain(engine, self.drain_grace).await
     }
 
-    async fn follow(&mut self, shutdown: &CancellationToken, leave: &CancellationToken) -> Drained {
+    async fn follow(
+        &mut self,
+        shutdown: &CancellationToken,
+        leave: &CancellationToken,
+    ) -> Result<Drained, Stuck> {
         loop {
             // Both arms only wait.
             let record = tokio::select! {
+                biased;
                 () = shutdown.cancelled() => break,
                 record = self.called() => record,
             };
             self.seen = record.epoch;
-            let follower = match self.join(&record, shutdown).await {
-                Ok(follower) => follower,
+            let moot = CancellationToken::new();
+            let joining = self.meet(self.ranks.follow(&record, &moot), &moot, (&record, shutdown));
+            let life = match joining.await {
+                Ok(life) => life,
                 Err(error) => {
                     // The leader has given the epoch up too; its next one is worth the next attempt.
                     warn!(group = self.group.0, epoch = %record.epoch, %error, "the group did not form");
+                    self.ranks.close_doors();
                     continue;
                 }
             };
             info!(group = self.group.0, epoch = %record.epoch, "joined the group");
             self.is_serving.send_replace(true);
-            let end = self.obey(follower, shutdown, leave).await;
+            let end = self.obey(&record, life, shutdown, leave).await;
             self.is_serving.send_replace(false);
-            self.doors.iter().for_each(KvDoor::close);
-            if let Err(failure) = end {
+            self.ranks.close_doors();
+            if let Err(failure) = end? {
                 warn!(group = self.group.0, epoch = %record.epoch, failure, "left the group");
             }
         }
         leave.cancel();
-        Drained::Finished
+        Ok(Drained::Finished)
     }
 
     /// Waits for an epoch that counts on this process.
@@ -411,54 +390,46 @@ impl Formation {
         }
     }
 
-    async fn join(
-        &self,
-        record: &EpochRecord,
-        shutdown: &CancellationToken,
-    ) -> Result<RunningFollower, FormError> {
-        let peers = self.peers(record).await?;
-        let Hosted::One { rank, listener, .. } = &self.hosted else {
-            return Err(BuildError::WrongEnd { rank: 0 }.into());
-        };
-        let (member, listener, runtime) =
-            (rank.enlist(record.epoch), Arc::clone(listener), Handle::current());
-        self.doors.iter().for_each(|door| door.open(member.inlet()));
-        let cancel = peers.cancel.clone();
-        let joining = spawn_blocking(move || member.follow(&listener, &peers, &runtime));
-        self.joined(joining, &cancel, (record, shutdown)).await
-    }
-
     /// Follows until the leader ends the epoch or is gone. A process that drains asks it to.
     async fn obey(
         &self,
-        follower: RunningFollower,
+        record: &EpochRecord,
+        life: R::Followed,
         shutdown: &CancellationToken,
         leave: &CancellationToken,
-    ) -> Result<(), String> {
-        let leaver = follower.leaver();
-        let ended = follower.join();
-        tokio::pin!(ended);
-        // Biased only to save a farewell from a rank whose group is gone already.
+    ) -> Result<Result<(), String>, Stuck> {
+        let leaver = life.leaver();
+        let stuck = Stuck { epoch: record.epoch, after: self.stuck_timeout };
+        let overdue = overdue(life.deserted(), self.stuck_timeout);
+        let ended = life.ended();
+        tokio::pin!(ended, overdue);
+        // Biased to save a farewell from a rank whose group is gone already.
         tokio::select! {
             biased;
-            end = &mut ended => return end,
+            end = &mut ended => return Ok(end),
+            () = &mut overdue => return Err(stuck),
             () = shutdown.cancelled() => {}
         }
         // Out of the membership first, so that the leader does not count on this rank again.
         leave.cancel();
-        leaver.announce();
-        timeout(self.drain_grace, ended).await.unwrap_or_else(|_| {
-            warn!(group = self.group.0, "the leader has not ended the epoch within the grace; leaving it");
-            Ok(())
-        })
+        leaver();
+        tokio::select! {
+            biased;
+            end = ended => Ok(end),
+            () = overdue => Err(stuck),
+            () = sleep(self.drain_grace) => {
+                warn!(group = self.group.0, "the leader has not ended the epoch within the grace; leaving it");
+                Ok(Ok(()))
+            }
+        }
     }
 
     /// Says why a group did not form, and waits before the next attempt.
-    async fn failed(&mut self, error: &FormError, shutdown: &CancellationToken) {
-        self.doors.iter().for_each(KvDoor::close);
+    async fn failed(&mut self, error: &FormError<R::Error>, shutdown: &CancellationToken) {
+        self.ranks.close_doors();
         let pause = self.backoff.pause();
         warn!(group = self.group.0, %error, ?pause, "the group did not form, trying again");
-        let _or_shutdown = shutdown.run_until_cancelled(tokio::time::sleep(pause)).await;
+        let _or_shutdown = shutdown.run_until_cancelled(sleep(pause)).await;
     }
 
     /// A group that fails as soon as it serves must not do so in a busy loop.
@@ -467,7 +438,7 @@ impl Formation {
             self.backoff.reset();
         } else {
             let pause = self.backoff.pause();
-            let _or_shutdown = shutdown.run_until_cancelled(tokio::time::sleep(pause)).await;
+            let _or_shutdown = shutdown.run_until_cancelled(sleep(pause)).await;
         }
     }
 }
@@ -491,7 +462,7 @@ async fn announce(
                 }
                 Err(error) => {
                     warn!(group = group.0, %error, "group could not be announced, trying again");
-                    tokio::time::sleep(backoff.pause()).await;
+                    sleep(backoff.pause()).await;
                     continue;
                 }
             }
@@ -502,11 +473,11 @@ async fn announce(
     }
 }
 
-async fn resolve(member: &DecodeRegistration) -> Result<SocketAddr, FormError> {
-    let (rank, addr) = (member.rank, member.peer_addr.clone());
-    let found = tokio::net::lookup_host(&addr).await.map(|mut addrs| addrs.next());
-    match found {
-        Ok(found) => found.ok_or(FormError::NoAddress { rank, addr }),
-        Err(source) => Err(FormError::Resolve { rank, addr, source }),
-    }
+/// Resolves when ranks had `bound` to come back from a life that the others have left.
+async fn overdue(deserted: CancellationToken, bound: Duration) {
+    deserted.cancelled().await;
+    sleep(bound).await;
 }
+
+#[cfg(test)]
+mod tests;

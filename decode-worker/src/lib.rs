@@ -6,7 +6,9 @@
 //! own in both, so that a hand-off addresses a rank the same way wherever it runs.
 
 mod formation;
+mod hosted;
 mod leader;
+pub mod ranks;
 mod role;
 mod settings;
 mod view;
@@ -22,28 +24,36 @@ use std::{
 
 use futures::future::select_all;
 use longreach_cluster::{
-    Backoff, Coordinator, DecodeRegistration, GroupId, Key, KeyError, KeySpace, Record, Registration,
-    RegistrationSpec, RegistrationState, superseded,
+    Backoff, Coordinator, DecodeRegistration, GroupId, KeyError, KeySpace, Registration, RegistrationState,
+    superseded,
 };
 use longreach_engine::{
-    BuildError, DecodeGroup, EngineConfig, EngineHandle, KvDoor, Model, Rank,
+    BuildError, EngineConfig, EngineHandle, KvDoor, Model,
     serve::{BindError, Door, Drained, Gate},
 };
 use longreach_proto::worker::{decode_server, kv_server};
 use longreach_service::{AdminBindError, Hold, ReadinessCell, config::Advertise};
 use longreach_tls::Security;
-use longreach_types::{Epoch, Incarnation, WorkerId};
+use longreach_types::{Epoch, Incarnation};
 use longreach_worker::Ops;
-use tokio::sync::watch;
+use tokio::{sync::watch, task::JoinHandle, time::timeout};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::service::Routes;
 
-pub use crate::{formation::FormationConfig, role::run, settings::DecodeSettings};
 use crate::{
-    formation::{Formation, Hosted},
+    formation::Formation,
+    hosted::Hosted,
     leader::Leader,
     view::{Fit, GroupView},
 };
+pub use crate::{formation::FormationConfig, role::run, settings::DecodeSettings};
+
+/// How long a rank may need, beyond the bound of a collective, to come back from a life that is over. A step may have
+/// just begun; and a process that was stopped and continued catches up first.
+const STUCK_MARGIN: Duration = Duration::from_secs(5);
+
+/// How long a process with a rank that does not end tries to take its registration with it.
+const FAREWELL_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The services of which health checks ask.
 const SERVICE_NAMES: [&str; 2] = ["longreach.worker.v1.DecodeService", "longreach.worker.v1.KvService"];
@@ -169,7 +179,8 @@ impl DecodeConfig {
         cluster: Cluster,
         progress: impl Fn(usize, usize) + Send + Sync + 'static,
     ) -> Result<DecodeWorker, StartError> {
-        let ranks = self.ranks()?;
+        let (ranks, group) = (self.ranks()?, GroupId(self.group_id.clone()));
+        let _is_a_name = cluster.keys.group(&group)?;
         let max_seq_len = model.max_seq_len(&self.engine)?;
         let layout_hash = model.layout_hash(&self.engine);
         let listener = self.listen_for_peers()?;
@@ -187,7 +198,7 @@ impl DecodeConfig {
                 false => self.beside(door.addr),
             };
             members.push(DecodeRegistration {
-                id: WorkerId(format!("{}-{rank}", self.group_id)),
+                id: DecodeRegistration::id_of(&group, rank),
                 incarnation: Default::default(),
                 rank,
                 n_ranks: self.engine.shape.n_ranks(),
@@ -200,12 +211,13 @@ impl DecodeConfig {
         }
         let (loading, config) = (model.clone(), self.engine.clone());
         let one = listener.map(|(listener, _)| (members[0].rank, listener));
-        let load = move || load(&loading, &config, one, &progress);
+        let connect_timeout = self.formation.connect_timeout;
+        let load = move || Hosted::load(&loading, &config, one, connect_timeout, &progress);
         let ops = Ops::open("decode", self.http_addr).await?;
         let life = watch::Sender::new(None::<EngineHandle>);
         let current = life.subscribe();
         ops.register_engine(move || current.borrow().as_ref().map(EngineHandle::info));
-        let (hosted, weight_bytes) = tokio::task::spawn_blocking(load).await??;
+        let hosted = tokio::task::spawn_blocking(load).await??;
         Ok(DecodeWorker {
             fit: Fit { shape: self.engine.shape, layout_hash },
             config: self,
@@ -213,8 +225,8 @@ impl DecodeConfig {
             max_seq_len,
             members,
             doors,
+            weight_bytes: hosted.weight_bytes(),
             hosted,
-            weight_bytes,
             life,
             is_serving: watch::Sender::new(false),
             ops,
@@ -278,35 +290,20 @@ impl DecodeWorker {
     }
 
     /// Serves until `shutdown`, then drains: out of the cluster, no new work, what is in flight handed over or finished
-    /// within the grace, then the end. Nothing of the process's part is left when it returns.
+    /// within the grace, then the end. Nothing of the process's part is left when it returns, unless a rank does not come
+    /// back from a step.
     pub async fn serve(self, shutdown: CancellationToken) -> Result<Drained, String> {
         let Self { config, cluster, fit, members, doors, hosted, life, is_serving, ops, .. } = self;
         let (tasks, leave, close) = (TaskTracker::new(), CancellationToken::new(), CancellationToken::new());
         let gate = Gate::default();
-        // One for each: clones of a door are the same door.
-        let kv_doors: Vec<_> = doors.iter().map(|_| KvDoor::default()).collect();
         let leads = members.first().is_some_and(|member| member.rank == 0);
         let leader = leads.then(|| Leader::new(life.subscribe(), config.group_id.clone(), gate.clone()));
-        let leader = leader.map(|leader| decode_server(Arc::new(leader)));
         let readiness = ops.readiness.clone();
         let holding = hold_without_group(readiness.clone(), is_serving.subscribe());
         tasks.spawn(close.clone().run_until_cancelled_owned(holding));
         readiness.started();
-        let mut ops = Some(ops);
-        let mut servers = Vec::new();
-        for (door, kv_door) in doors.into_iter().zip(&kv_doors) {
-            let mut routes = Routes::new(kv_server(Arc::new(kv_door.clone())));
-            // What is asked of the process, it is asked at its first rank's door.
-            if let Some(ops) = ops.take() {
-                if let Some(leader) = &leader {
-                    routes = routes.add_service(leader.clone());
-                }
-                routes = ops.start(routes, &SERVICE_NAMES, &tasks, &close).await;
-            }
-            let close = close.clone();
-            let serving = async move { door.serve(routes, close).await.map_err(|error| error.to_string()) };
-            servers.push(tasks.spawn(serving));
-        }
+        let servers =
+            start_servers(doors.into_iter().zip(hosted.doors()), (leader, ops), &tasks, &close).await;
         let group = GroupId(config.group_id.clone());
         let registrations = enlist(&tasks, &cluster, (&group, &members), (config.formation, &leave))
             .map_err(|error| format!("registering: {error}"))?;
@@ -315,10 +312,9 @@ impl DecodeWorker {
             cluster,
             group,
             fit,
-            hosted,
-            config: config.formation,
+            ranks: hosted,
             drain_grace: config.drain_grace,
-            doors: kv_doors,
+            stuck_timeout: config.engine.comm.timeout + STUCK_MARGIN,
             view,
             registrations,
             life,
@@ -333,6 +329,15 @@ impl DecodeWorker {
         leave.cancel();
         close.cancel();
         tasks.close();
+        let drained = match drained {
+            Ok(drained) => drained,
+            Err(stuck) => {
+                end.cancel();
+                // Not for longer: calls may hang on the rank as well.
+                let _farewell = timeout(FAREWELL_TIMEOUT, tasks.wait()).await;
+                return Err(stuck.to_string());
+            }
+        };
         let mut outcome = Ok(());
         for server in servers {
             outcome = outcome.and(server.await.map_err(|error| error.to_string()).and_then(|result| result));
@@ -367,21 +372,27 @@ async fn rival_or_end(
     rival
 }
 
-/// Packs the one rank that is hosted and listens for its peers, or all. Gives the bytes of weights of each, too.
-fn load(
-    model: &Model,
-    config: &EngineConfig,
-    one: Option<(usize, TcpListener)>,
-    progress: &(dyn Fn(usize, usize) + Sync),
-) -> Result<(Hosted, Vec<usize>), BuildError> {
-    if let Some((idx, listener)) = one {
-        let rank = Box::new(Rank::load(model, config, idx, progress)?);
-        let weight_bytes = vec![rank.weight_bytes()];
-        return Ok((Hosted::One { rank, idx, listener: Arc::new(listener) }, weight_bytes));
+/// Serves at every door until `close`. What is asked of the process, it is asked at its first rank's door.
+async fn start_servers(
+    doors: impl Iterator<Item = (Door, &KvDoor)>,
+    (leader, ops): (Option<Leader>, Ops),
+    tasks: &TaskTracker,
+    close: &CancellationToken,
+) -> Vec<JoinHandle<Result<(), String>>> {
+    let (mut first, mut servers) = (Some((leader, ops)), Vec::new());
+    for (door, kv_door) in doors {
+        let mut routes = Routes::new(kv_server(Arc::new(kv_door.clone())));
+        if let Some((leader, ops)) = first.take() {
+            if let Some(leader) = leader {
+                routes = routes.add_service(decode_server(Arc::new(leader)));
+            }
+            routes = ops.start(routes, &SERVICE_NAMES, tasks, close).await;
+        }
+        let close = close.clone();
+        let serving = async move { door.serve(routes, close).await.map_err(|error| error.to_string()) };
+        servers.push(tasks.spawn(serving));
     }
-    let group = DecodeGroup::load(model, config, progress)?;
-    let weight_bytes = group.weight_bytes();
-    Ok((Hosted::Whole(group), weight_bytes))
+    servers
 }
 
 /// Registers every hosted rank until `leave`.
@@ -393,14 +404,10 @@ fn enlist(
 ) -> io::Result<BTreeMap<usize, watch::Receiver<RegistrationState>>> {
     let mut states = BTreeMap::new();
     for member in members {
-        let key = Key::Rank { group: group.clone(), rank: member.rank };
-        // The name was part of a key when the group was built.
-        let Ok(key) = cluster.keys.encode(&key) else { continue };
-        let (rank, member) = (member.rank, member.clone());
-        let value = move |incarnation| DecodeRegistration { incarnation, ..member.clone() }.encode();
-        let spec = RegistrationSpec { key, value, ttl: formation.lease_ttl, backoff: Backoff::default() };
+        let spec = member.clone().spec(&cluster.keys, group, formation.lease_ttl);
+        let spec = spec.expect("the group's name was part of a key when its worker was built");
         let registration = Registration::spawn(&cluster.coordinator, spec)?;
-        states.insert(rank, registration.state());
+        states.insert(member.rank, registration.state());
         tasks.spawn(registration.until(leave.clone()));
     }
     Ok(states)

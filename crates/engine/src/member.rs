@@ -25,7 +25,7 @@ use tokio::{
     runtime::Handle,
     sync::{Notify, mpsc, watch},
 };
-use tokio_util::task::TaskTracker;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{info, warn};
 
 use crate::{
@@ -75,6 +75,7 @@ pub struct RunningEngine {
     threads: Vec<JoinHandle<Result<(), String>>>,
     lane_tasks: TaskTracker,
     readers: Vec<Reader>,
+    deserted: CancellationToken,
 }
 
 impl RunningEngine {
@@ -94,6 +95,12 @@ impl RunningEngine {
         outcome
     }
 
+    /// Cancelled when another rank has left the group. The engine notices too, unless its thread does not come back from
+    /// a step.
+    pub fn deserted(&self) -> CancellationToken {
+        self.deserted.clone()
+    }
+
     /// Tasks that send KV and have not ended.
     pub fn n_lane_tasks(&self) -> usize {
         self.lane_tasks.len()
@@ -106,6 +113,7 @@ pub struct RunningFollower {
     rank: usize,
     thread: JoinHandle<Result<(), String>>,
     reader: Reader,
+    deserted: CancellationToken,
 }
 
 /// Says for a follower that its process drains.
@@ -201,10 +209,11 @@ impl Member {
         let (reports_in, reports) = mpsc::channel(REPORTS_LEN);
         let (follower_in, followers) = mpsc::channel(REPORTS_LEN);
         let wake = Arc::new(Notify::new());
-        let lane_tasks = TaskTracker::new();
+        let (lane_tasks, deserted) = (TaskTracker::new(), CancellationToken::new());
         let (broadcaster, readers) = match parts.control {
             Some(control) => {
-                let (broadcaster, readers) = hear(control, parts.world.abort_handle(), follower_in)?;
+                let (broadcaster, readers) =
+                    hear(control, (parts.world.abort_handle(), deserted.clone()), follower_in)?;
                 (Some(broadcaster), readers)
             }
             None => (None, Vec::new()),
@@ -240,7 +249,7 @@ impl Member {
             .run();
             Ok(())
         })?;
-        Ok(RunningEngine { handle, threads: vec![thread], lane_tasks, readers })
+        Ok(RunningEngine { handle, threads: vec![thread], lane_tasks, readers, deserted })
     }
 
     /// Starts this rank as a follower, and returns when it has joined its group.
@@ -254,12 +263,17 @@ impl Member {
         let (orders_in, orders) = mpsc::channel(REPORTS_LEN);
         let (abort, stop) = (world.abort_handle(), LeaderMessage::Stop.encode());
         let is_told = Cell::new(false);
+        let deserted = CancellationToken::new();
+        let is_over = deserted.clone();
         let (leader, reader) = link.spawn_reader(move |order| {
             match &order {
                 Ok(order) => is_told.set(*order == stop),
                 // A leader that said stop may close while this rank still finishes the last step.
                 Err(_) if is_told.get() => {}
                 Err(_) => abort.abort(),
+            }
+            if is_told.get() || order.is_err() {
+                is_over.cancel();
             }
             // A follower that has left needs no more orders.
             let _left = orders_in.blocking_send(order);
@@ -268,7 +282,7 @@ impl Member {
         let thread = spawn_joining(format!("rank-{idx}"), self, world, move |rank, deliveries| {
             Follower { idx, rank, runtime, orders, deliveries, leader: Arc::new(to_leader) }.run()
         })?;
-        Ok(RunningFollower { leader, rank: idx, thread, reader })
+        Ok(RunningFollower { leader, rank: idx, thread, reader, deserted })
     }
 }
 
@@ -286,6 +300,12 @@ impl RunningFollower {
     /// A way to ask the leader for the end.
     pub fn leaver(&self) -> Leaver {
         Leaver { leader: self.leader.clone(), rank: self.rank }
+    }
+
+    /// Cancelled when the leader has left the group or told this rank to. The rank notices too, unless its thread does not
+    /// come back from a step.
+    pub fn deserted(&self) -> CancellationToken {
+        self.deserted.clone()
     }
 
     /// Waits until the rank has left its group, and says why if it was not told to.
@@ -331,7 +351,7 @@ fn first_info(epoch: Epoch, setup: &EngineSetup) -> EngineInfo {
 /// with that very rank, and must not wait out its bound.
 fn hear(
     control: Leader,
-    abort: AbortHandle,
+    (abort, deserted): (AbortHandle, CancellationToken),
     events: mpsc::Sender<(usize, Result<Vec<u8>, ControlError>)>,
 ) -> std::io::Result<(Broadcaster, Vec<Reader>)> {
     control.spawn_readers(move |rank, message| {
@@ -339,6 +359,7 @@ fn hear(
             // What it means, the engine says: a group that is told to stop ends like this too.
             info!(rank, %end, "control link ended");
             abort.abort();
+            deserted.cancel();
         }
         // A stopped engine needs no more events.
         let _stopped = events.blocking_send((rank, message));

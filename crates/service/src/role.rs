@@ -79,10 +79,15 @@ where
     init_tracing(&LogConfig { filter: settings.log().to_owned() }).map_err(ConfigError::Log)?;
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime.max_blocking_threads(MAX_BLOCKING_THREADS).enable_all().build();
-    runtime.map_err(RoleError::failed)?.block_on(async {
+    let runtime = runtime.map_err(RoleError::failed)?;
+    let outcome = runtime.block_on(async {
         let signals = Signals::install().map_err(RoleError::failed)?;
         serve(settings, signals).await
-    })
+    });
+    // A service that ends in good order leaves nothing behind. One that does not may leave a thread that never ends, and
+    // its process must end all the same.
+    runtime.shutdown_background();
+    outcome
 }
 
 fn print_config<S: Settings>(args: &RoleArgs<S>) -> Exit {
