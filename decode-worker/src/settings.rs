@@ -13,7 +13,7 @@ use longreach_service::{
 };
 use longreach_tls::Security;
 use longreach_types::{GroupShape, MergeForm, QueryForm};
-use longreach_worker::{EngineSection, WorkerDrainSection};
+use longreach_worker::{EngineSection, ReuseSection, WorkerDrainSection};
 use serde::{Deserialize, Serialize};
 
 use crate::{DecodeConfig, FormationConfig, Hosting};
@@ -62,6 +62,9 @@ pub struct DecodeSettings {
     /// How a rank computes and what it may hold.
     #[command(flatten)]
     pub engine: EngineSection,
+    /// What computing and moving KV costs; the same for all workers of a cluster.
+    #[command(flatten)]
+    pub reuse: ReuseSection,
     /// How the process ends.
     #[command(flatten)]
     pub drain: WorkerDrainSection,
@@ -126,6 +129,7 @@ impl Settings for DecodeSettings {
         }
         self.check_addresses()?;
         self.engine.validate()?;
+        self.reuse.validate()?;
         self.ranks.validate()?;
         let Some(rank) = self.rank else { return Ok(()) };
         if rank >= self.ranks.count {
@@ -184,6 +188,7 @@ impl DecodeSettings {
     pub fn worker(&self) -> Result<DecodeConfig, ConfigError> {
         let ranks = &self.ranks;
         let mut engine = self.engine.config(ranks.shape()?, 1);
+        engine.sched.reuse = self.reuse.costs();
         engine.merge_form = ranks.merge.0;
         engine.query_form = ranks.query.0;
         engine.sched.local_prefill_max = ranks.local_prefill_max;

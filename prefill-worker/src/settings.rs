@@ -9,7 +9,7 @@ use longreach_service::{
 };
 use longreach_tls::Security;
 use longreach_types::GroupShape;
-use longreach_worker::{EngineSection, WorkerDrainSection};
+use longreach_worker::{EngineSection, ReuseSection, WorkerDrainSection};
 use serde::{Deserialize, Serialize};
 
 use crate::PrefillConfig;
@@ -48,6 +48,9 @@ pub struct PrefillSettings {
     /// How the worker computes and what it may hold.
     #[command(flatten)]
     pub engine: EngineSection,
+    /// What computing and moving KV costs; the same for all workers of a cluster.
+    #[command(flatten)]
+    pub reuse: ReuseSection,
     /// How the worker ends.
     #[command(flatten)]
     pub drain: WorkerDrainSection,
@@ -62,7 +65,8 @@ impl Settings for PrefillSettings {
             return Err(ConfigError::Missing { key: "name" });
         }
         Advertise::check(self.advertise.as_ref().map(|Text(advertise)| advertise), "addr", self.addr)?;
-        self.engine.validate()
+        self.engine.validate()?;
+        self.reuse.validate()
     }
 
     fn log(&self) -> &str {
@@ -79,6 +83,8 @@ impl PrefillSettings {
     /// The worker.
     pub fn worker(&self) -> PrefillConfig {
         let n_cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let mut engine = self.engine.config(GroupShape::SINGLE, n_cores);
+        engine.sched.reuse = self.reuse.costs();
         PrefillConfig {
             worker_id: self.name.clone().unwrap_or_else(|| DEFAULT_NAME.to_owned()),
             addr: self.addr,
@@ -86,7 +92,7 @@ impl PrefillSettings {
             http_addr: self.http_addr,
             // Files are read by `run`: what is said here must not depend on them.
             security: Security::Plaintext,
-            engine: self.engine.config(GroupShape::SINGLE, n_cores),
+            engine,
             lease_ttl: self.cluster.lease_ttl.0,
             drain_grace: self.drain.grace.0,
         }

@@ -186,7 +186,7 @@ impl Role {
     fn has(self, key: &str) -> bool {
         match key.split('.').next().unwrap_or_default() {
             "ranks" => self == Self::Decode,
-            "engine" => self != Self::Router,
+            "engine" | "reuse" => self != Self::Router,
             "workers" | "limits" | "sampling" | "recovery" | "serving" => self == Self::Router,
             _ => true,
         }

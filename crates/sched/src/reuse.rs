@@ -52,10 +52,11 @@ pub struct GroupLoad {
 ///
 /// The defaults are rounded figures of `crates/engine/examples/reuse_costs.rs`, which says how each is measured, and
 /// measures them again on any machine and model: the default model (KV in f16), 2 ranks of a thread each, a prefill
-/// worker of 2 threads, gRPC on loopback, on 2 cores that other jobs used as well. Medians of two runs: 168 and 366
-/// prompt tokens a second on the prefill worker, 120 and 187 on the group, 0.4 and 0.6 GB/s, 5.4 and 3.6 ms for a pull
-/// with its connection; a hand-off's latency could not be told from noise. A quiet machine is several times as fast in
-/// all of them, and the choice follows their ratios: a token is moved some 80 times as fast as it is computed.
+/// worker of 2 threads, gRPC on loopback, release build, 2 cores with AVX-512. Three runs: 1,103, 1,160 and 1,119 prompt
+/// tokens a second on the prefill worker; 1,161, 583 (disturbed) and 1,196 on the group; 0.9 to 1.0 GB/s; 2.2 to 2.7 ms
+/// for a pull with its connection; 6.5, -9.4 (lost in noise) and 3.1 ms for a hand-off. The choice follows the ratios: a
+/// token is moved some 40 times as fast as it is computed. Other models and machines have others; the workers' `[reuse]`
+/// settings say them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ReuseCosts {
     /// Prompt tokens that a prefill worker computes in a second. Higher: less is pulled, more is handed off.
@@ -81,11 +82,11 @@ pub struct ReuseCosts {
 impl Default for ReuseCosts {
     fn default() -> Self {
         Self {
-            prefill_tokens_per_s: 300.0,
-            group_tokens_per_s: 180.0,
-            link_bytes_per_s: 500e6,
+            prefill_tokens_per_s: 1_100.0,
+            group_tokens_per_s: 1_100.0,
+            link_bytes_per_s: 1e9,
             handoff_latency: Duration::from_millis(5),
-            pull_latency: Duration::from_millis(5),
+            pull_latency: Duration::from_millis(3),
             stall_weight: 0.1,
             kv_token_bytes: 0,
             min_pull_patience: Duration::from_secs(2),
@@ -114,7 +115,7 @@ impl ReuseCosts {
     }
 
     /// The first field that makes no sense, by name.
-    pub(crate) fn first_bad_field(&self) -> Option<&'static str> {
+    pub fn first_bad_field(&self) -> Option<&'static str> {
         let rates = [
             ("prefill_tokens_per_s", self.prefill_tokens_per_s),
             ("group_tokens_per_s", self.group_tokens_per_s),

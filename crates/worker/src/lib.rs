@@ -10,4 +10,4 @@ mod settings;
 
 pub use metrics::EngineMetrics;
 pub use ops::Ops;
-pub use settings::{EngineSection, WorkerDrainSection, open_model};
+pub use settings::{EngineSection, ReuseSection, WorkerDrainSection, open_model};

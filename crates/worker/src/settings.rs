@@ -7,7 +7,7 @@ use clap::Args;
 use longreach_engine::{EngineConfig, Model};
 use longreach_kernels::Isa;
 use longreach_model::files::{self, ModelFiles};
-use longreach_sched::SchedConfig;
+use longreach_sched::{ReuseCosts, SchedConfig};
 use longreach_service::{
     ByteSize, ConfigError, RoleError,
     config::{Span, Text},
@@ -74,6 +74,34 @@ pub struct EngineSection {
     pub handoff_timeout: Span,
 }
 
+/// What computing and moving KV costs here: by it a decode group and its prefill workers choose who computes a prompt,
+/// and what of it is pulled instead. Only the ratios matter. What each trades is said in [`ReuseCosts`].
+#[derive(Args, Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct ReuseSection {
+    /// Prompt tokens that a prefill worker computes in a second.
+    #[arg(long, id = "reuse.prefill_tokens_per_s", default_value_t = ReuseCosts::default().prefill_tokens_per_s)]
+    pub prefill_tokens_per_s: f64,
+    /// Prompt tokens that a decode group computes in a second.
+    #[arg(long, id = "reuse.group_tokens_per_s", default_value_t = ReuseCosts::default().group_tokens_per_s)]
+    pub group_tokens_per_s: f64,
+    /// KV that passes between a prefill worker and the ranks in a second.
+    #[arg(long, id = "reuse.link_per_s", default_value_t = ByteSize(ReuseCosts::default().link_bytes_per_s as u64))]
+    pub link_per_s: ByteSize,
+    /// What a hand-off takes besides computing and moving.
+    #[arg(long, id = "reuse.handoff_latency", default_value_t = Span(ReuseCosts::default().handoff_latency))]
+    pub handoff_latency: Span,
+    /// What a pull takes besides moving.
+    #[arg(long, id = "reuse.pull_latency", default_value_t = Span(ReuseCosts::default().pull_latency))]
+    pub pull_latency: Span,
+    /// What a second of delay of a stream that decodes counts, against one of the new request.
+    #[arg(long, id = "reuse.stall_weight", default_value_t = ReuseCosts::default().stall_weight)]
+    pub stall_weight: f64,
+    /// How long a pull may take at least before its prefix is computed instead.
+    #[arg(long, id = "reuse.min_pull_patience", default_value_t = Span(ReuseCosts::default().min_pull_patience))]
+    pub min_pull_patience: Span,
+}
+
 /// How a worker ends.
 #[derive(Args, Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
@@ -134,6 +162,32 @@ impl EngineSection {
             handoff_timeout: self.handoff_timeout.0,
             intake_len: self.max_intake,
             ..base
+        }
+    }
+}
+
+impl ReuseSection {
+    /// Refuses costs that are none.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let Some(field) = self.costs().first_bad_field() else { return Ok(()) };
+        Err(ConfigError::BadValue {
+            file: None,
+            key: format!("reuse.{}", if field == "link_bytes_per_s" { "link_per_s" } else { field }),
+            reason: "is no cost: rates must be finite and above 0, weights finite and at least 0".to_owned(),
+        })
+    }
+
+    /// The costs, but for the size of a token's KV, which is the model's.
+    pub fn costs(&self) -> ReuseCosts {
+        ReuseCosts {
+            prefill_tokens_per_s: self.prefill_tokens_per_s,
+            group_tokens_per_s: self.group_tokens_per_s,
+            link_bytes_per_s: self.link_per_s.0 as f64,
+            handoff_latency: self.handoff_latency.0,
+            pull_latency: self.pull_latency.0,
+            stall_weight: self.stall_weight,
+            min_pull_patience: self.min_pull_patience.0,
+            ..ReuseCosts::default()
         }
     }
 }

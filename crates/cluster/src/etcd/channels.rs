@@ -115,7 +115,7 @@ impl Channels {
     {
         let deadline = Instant::now() + self.config.request_timeout;
         let mut backoff = Backoff::new(FIRST_PAUSE, MAX_PAUSE, RandomState::new().hash_one(()));
-        let mut n_failed = 0;
+        let (mut n_failed, mut last) = (0, None);
         loop {
             if n_failed > 0 && n_failed % self.clients.len() == 0 {
                 time::sleep(backoff.pause()).await;
@@ -130,8 +130,11 @@ impl Channels {
             debug!(endpoint = self.config.endpoints[idx], %fault, "etcd call failed");
             self.leave(idx);
             if Instant::now() >= deadline {
-                return Err(fault);
+                // The last attempt had no time of its own: what an earlier one was told says more.
+                let was_cut = matches!(fault, Fault::Silent { .. }) && bound == deadline;
+                return Err(last.filter(|_| was_cut).unwrap_or(fault));
             }
+            last = Some(fault);
             n_failed += 1;
         }
     }

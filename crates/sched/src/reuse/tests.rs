@@ -24,12 +24,14 @@ fn the_choice_for_the_default_model() {
     use KvSource::{Local, Pull, Push};
     let table = [
         ("two tokens on an idle group", at_group(2, 0, 0), Local),
-        ("the same while eight streams decode", at_group(2, 0, 8), Push),
-        ("a prompt that a prefill worker computes sooner", at_group(30, 0, 0), Push),
+        ("the same while thirty streams decode", at_group(2, 0, 30), Push),
+        ("a short prompt on an idle group", at_group(30, 0, 0), Local),
+        ("the same while five streams decode", at_group(30, 0, 5), Push),
         ("a long prompt", at_group(2_000, 0, 0), Push),
         ("a long conversation and a short question", at_group(2_020, 2_000, 2), Local),
-        ("... while thirty streams decode", at_group(2_020, 2_000, 30), Pull),
-        ("... and a longer one", at_group(2_060, 2_000, 0), Pull),
+        ("... while forty streams decode", at_group(2_020, 2_000, 40), Pull),
+        ("... and a longer one", at_group(2_060, 2_000, 2), Local),
+        ("... while twenty streams decode", at_group(2_060, 2_000, 20), Pull),
         ("... and one that the group may not compute", at_group(2_065, 2_000, 0), Pull),
         ("the worker knows the whole prefix", at_prefill(2_500, 2_000, 2_000), Push),
         ("the worker knows more than the group", at_prefill(2_500, 2_000, 2_240), Push),

@@ -1,10 +1,10 @@
 //! Sections that several roles have.
 
-use std::{fmt, net::SocketAddr, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
+use std::{fmt, fs, net::SocketAddr, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
 use clap::Args;
 use longreach_cluster::{
-    Coordinator, EtcdConfig, EtcdCoordinator, EtcdIdentity, EtcdTls, KeySpace, MemoryCoordinator,
+    Coordinator, EtcdAuth, EtcdConfig, EtcdCoordinator, EtcdIdentity, EtcdTls, KeySpace, MemoryCoordinator,
 };
 use longreach_tls::{Role, Security, TlsFiles};
 use serde::{Deserialize, Serialize};
@@ -35,6 +35,12 @@ pub struct ClusterSection {
     /// The key of etcd_cert.
     #[arg(long, id = "cluster.etcd_key", value_name = "PATH")]
     pub etcd_key: Option<PathBuf>,
+    /// Who this process is to etcd, where it asks for a user and a password.
+    #[arg(long, id = "cluster.etcd_user", value_name = "NAME")]
+    pub etcd_user: Option<String>,
+    /// A file with the password of etcd_user and nothing else; a line's end after it does not count. Read at the start.
+    #[arg(long, id = "cluster.etcd_password_file", value_name = "PATH")]
+    pub etcd_password_file: Option<PathBuf>,
     /// The name in etcd's certificate, where it is not the host of the endpoint.
     #[arg(long, id = "cluster.etcd_server_name", value_name = "NAME")]
     pub etcd_server_name: Option<String>,
@@ -60,7 +66,8 @@ impl ClusterSection {
                 must: format!("at least {}", Span(MIN_LEASE_TTL)),
             });
         }
-        self.etcd_config().map(drop)
+        self.etcd_config().map(drop)?;
+        self.etcd_login().map(drop)
     }
 
     /// The keys of the cluster in its store.
@@ -70,11 +77,29 @@ impl ClusterSection {
 
     /// The store. Without etcd it is this process's own, which nobody else sees. That etcd is away is no error.
     pub fn coordinator(&self) -> Result<Arc<dyn Coordinator>, ConfigError> {
-        let Some(config) = self.etcd_config()? else { return Ok(Arc::new(MemoryCoordinator::default())) };
+        let Some(mut config) = self.etcd_config()? else { return Ok(Arc::new(MemoryCoordinator::default())) };
+        config.auth = self.etcd_auth()?;
         match EtcdCoordinator::new(config) {
             Ok(etcd) => Ok(Arc::new(etcd)),
             Err(error) => Err(bad("cluster.etcd", sentence(&error))),
         }
+    }
+
+    fn etcd_login(&self) -> Result<Option<(&String, &PathBuf)>, ConfigError> {
+        match (&self.etcd_user, &self.etcd_password_file) {
+            (Some(user), Some(file)) => Ok(Some((user, file))),
+            (None, None) => Ok(None),
+            (Some(_), None) => Err(ConfigError::Missing { key: "cluster.etcd_password_file" }),
+            (None, Some(_)) => Err(ConfigError::Missing { key: "cluster.etcd_user" }),
+        }
+    }
+
+    fn etcd_auth(&self) -> Result<Option<EtcdAuth>, ConfigError> {
+        let Some((user, file)) = self.etcd_login()? else { return Ok(None) };
+        let text = fs::read_to_string(file)
+            .map_err(|error| bad("cluster.etcd_password_file", format!("{}: {error}", file.display())))?;
+        let password = text.trim_end_matches(['\r', '\n']).to_owned();
+        Ok(Some(EtcdAuth { user: user.clone(), password }))
     }
 
     fn etcd_config(&self) -> Result<Option<EtcdConfig>, ConfigError> {
