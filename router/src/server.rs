@@ -3,13 +3,14 @@
 //! The order of draining is the [`Lifecycle`]'s; here it is only followed: health says so first, then the servers stop
 //! accepting and finish what they have, and connections get a moment to take their last bytes along.
 
-use std::{convert::Infallible, future, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{convert::Infallible, future, io, net::SocketAddr, pin::Pin, sync::Arc, time::Duration};
 
 use axum::{http::Request, response::IntoResponse};
 use longreach_proto::DESCRIPTOR_SET;
 use longreach_service::{DrainReport, Hold, Lifecycle, StopReason, mirror_health};
 use longreach_tls::{Conn, FaceTls, Listener};
 use tokio::{net::TcpListener, sync::oneshot};
+use tokio_io_timeout::TimeoutStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{body::Body, server::NamedService, transport::Server};
 use tower::Service;
@@ -190,26 +191,35 @@ fn reflection() -> tonic_reflection::server::Builder<'static> {
     SERVICE_NAMES.into_iter().fold(builder, tonic_reflection::server::Builder::with_service_name)
 }
 
-/// A listener, as axum wants it.
-struct HttpListener(Listener);
+/// A listener, as axum wants it. Its connections end by themselves when nobody takes what is written to them: the watch
+/// ends the *stream* of a client that does not read, but where a connection carries one answer at a time what was written
+/// before stays in it, and would for as long as the client's machine lives.
+struct HttpListener {
+    listener: Listener,
+    patience: Duration,
+}
 
 impl axum::serve::Listener for HttpListener {
-    type Io = Conn;
+    type Io = Pin<Box<TimeoutStream<Conn>>>;
     type Addr = SocketAddr;
 
-    async fn accept(&mut self) -> (Conn, SocketAddr) {
-        let conn = self.0.accept().await;
+    async fn accept(&mut self) -> (Self::Io, SocketAddr) {
+        let conn = self.listener.accept().await;
         let addr = conn.peer().addr;
-        (conn, addr)
+        let mut conn = TimeoutStream::new(conn);
+        conn.set_write_timeout(Some(self.patience));
+        (Box::pin(conn), addr)
     }
 
     fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.0.local_addr()
+        self.listener.local_addr()
     }
 }
 
 async fn http_server(listener: Listener, face: HttpFace, lifecycle: Lifecycle) {
-    let served = axum::serve(HttpListener(listener), http::routes(face))
+    // Twice the watch's: so it is the watch that ends a stream, which counts it and leaves a last word.
+    let listener = HttpListener { listener, patience: face.streams.stall_timeout * 2 };
+    let served = axum::serve(listener, http::routes(face))
         .with_graceful_shutdown(lifecycle.draining().cancelled_owned())
         .into_future();
     if let Some(Err(error)) = until_closed(served, &lifecycle).await {

@@ -11,7 +11,7 @@ use tokio::{
 /// Sends requests to one address, each on its own connection.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HttpClient {
-    addr: SocketAddr,
+    pub(crate) addr: SocketAddr,
 }
 
 /// A whole answer.
