@@ -184,8 +184,8 @@ pub(crate) async fn run_child(args: RankArgs) -> Result<(), CliError> {
     let rank = rank.enlist(Epoch(group.epoch));
     let (tasks, close) = (TaskTracker::new(), CancellationToken::new());
     serve(own.door, &rank, (&tasks, &close));
-    let (listener, runtime) = (own.peer, Handle::current());
-    let follower = blocking(move || rank.follow(&listener, &peers, &runtime)).await?;
+    let listener = own.peer;
+    let follower = blocking(move || rank.follow(&listener, &peers)).await?;
     let outcome = follower.join().await.map_err(CliError::Start);
     close.cancel();
     tasks.close();

@@ -138,8 +138,8 @@ impl Ranks for Hosted {
         let peers = self.peers(record).await?;
         let (member, listener) = (rank.enlist(record.epoch), Arc::clone(listener));
         self.doors.iter().for_each(|door| door.open(member.inlet()));
-        let (cancel, runtime) = (peers.cancel.clone(), Handle::current());
-        let joining = spawn_blocking(move || member.follow(&listener, &peers, &runtime));
+        let cancel = peers.cancel.clone();
+        let joining = spawn_blocking(move || member.follow(&listener, &peers));
         joined(joining, &cancel, moot).await
     }
 

@@ -1,27 +1,90 @@
-//! A follower's thread: it runs the leader's plans in lockstep and receives its share of hand-offs in between.
-
-use std::sync::Arc;
+//! A follower: it runs the leader's plans in lockstep and receives its share of hand-offs in between.
+//!
+//! As with the leader, what is decided is apart from the thread: [`FollowerCore`] has neither thread nor link.
 
 use longreach_collective::control::{ControlError, ControlSender};
 use longreach_model::Backend;
 use longreach_proto::group::{DecodeError, FollowerEvent, FollowerMessage, LeaderMessage};
-use longreach_types::HandoffId;
-use tokio::{runtime::Handle, sync::mpsc};
+use longreach_types::{Epoch, StepPlan};
+use tokio::sync::mpsc;
 use tracing::{error, info};
 
 use crate::{
-    inlet::{Delivery, QUEUE_LEN},
-    rank::{HandoffEnd, RankWorker, StepError},
+    cells::KvCells,
+    engine::LinkEvent,
+    inlet::{Deliveries, Delivery, QUEUE_LEN},
+    park,
+    rank::{RankWorker, StepError},
+    receive::{HandoffEnd, Receiver},
 };
 
-/// A rank that follows.
+/// What a follower does with what it is told.
+#[derive(Debug)]
+pub struct FollowerCore {
+    rank: usize,
+    receiver: Receiver,
+}
+
+/// What an order asks of who drives a follower.
+#[derive(Debug)]
+pub enum Obeyed {
+    /// Run this step.
+    Run(StepPlan),
+    /// Answer the leader.
+    Reply(FollowerMessage),
+    /// Nothing more.
+    Done,
+    /// Leave the group.
+    Leave,
+}
+
+impl FollowerCore {
+    /// The follower of this rank in the life `epoch`.
+    pub fn new(rank: usize, epoch: Epoch) -> Self {
+        Self { rank, receiver: Receiver::new(epoch) }
+    }
+
+    /// Hand-offs to this rank, to be looked at.
+    pub fn receiver(&self) -> &Receiver {
+        &self.receiver
+    }
+
+    /// Takes an order of the leader.
+    pub fn obey(&mut self, order: LeaderMessage, cells: &impl KvCells) -> Obeyed {
+        match order {
+            LeaderMessage::Plan(plan) => Obeyed::Run(plan),
+            LeaderMessage::Expect(expect) => {
+                self.receiver.expect(&expect, cells);
+                let (rank, handoff) = (self.rank, expect.handoff);
+                Obeyed::Reply(FollowerMessage::Kv { rank, handoff, event: FollowerEvent::Expected })
+            }
+            LeaderMessage::Drop(handoff) => {
+                self.receiver.forget(handoff);
+                Obeyed::Done
+            }
+            LeaderMessage::Stop => Obeyed::Leave,
+        }
+    }
+
+    /// Takes what came through the door. Gives what the leader is to be told.
+    pub fn deliver(&mut self, delivery: Delivery, cells: &mut impl KvCells) -> Option<FollowerMessage> {
+        let HandoffEnd { handoff, result } = self.receiver.deliver(delivery, cells)?;
+        let event = match result {
+            Ok(_first_token_goes_to_rank_0) => FollowerEvent::Received,
+            Err(reason) => FollowerEvent::Refused(reason),
+        };
+        Some(FollowerMessage::Kv { rank: self.rank, handoff, event })
+    }
+}
+
+/// A rank's thread that follows.
 pub(crate) struct Follower<B: Backend> {
     pub(crate) idx: usize,
+    pub(crate) core: FollowerCore,
     pub(crate) rank: RankWorker<B>,
-    pub(crate) runtime: Handle,
-    pub(crate) orders: mpsc::Receiver<Result<Vec<u8>, ControlError>>,
-    pub(crate) deliveries: mpsc::Receiver<Delivery>,
-    pub(crate) leader: Arc<ControlSender>,
+    pub(crate) orders: mpsc::Receiver<LinkEvent>,
+    pub(crate) deliveries: Deliveries,
+    pub(crate) leader: ControlSender,
 }
 
 /// Why a follower left its group before it was told to.
@@ -36,7 +99,7 @@ pub(crate) enum FollowerFailure {
 }
 
 enum Input {
-    Order(Option<Result<Vec<u8>, ControlError>>),
+    Order(Option<LinkEvent>),
     Delivery(Delivery),
 }
 
@@ -60,16 +123,21 @@ impl<B: Backend> Follower<B> {
         loop {
             match self.next() {
                 Input::Order(None) => return Ok(()),
-                Input::Order(Some(order)) => match LeaderMessage::decode(&order?)? {
-                    LeaderMessage::Stop => return Ok(()),
-                    order => self.obey(order)?,
-                },
+                Input::Order(Some(order)) => {
+                    let order = LeaderMessage::decode(&order?)?;
+                    match self.core.obey(order, &self.rank.cells) {
+                        Obeyed::Run(plan) => drop(self.rank.step(&plan, &mut |_, _, _| {})?),
+                        Obeyed::Reply(message) => self.tell(&message)?,
+                        Obeyed::Done => {}
+                        Obeyed::Leave => return Ok(()),
+                    }
+                }
                 Input::Delivery(delivery) => self.deliver(delivery)?,
             }
             // What came during a step is taken in before the next order. More may come meanwhile, and waits: the whole
             // group waits for an order.
             for _ in 0..QUEUE_LEN {
-                let Ok(delivery) = self.deliveries.try_recv() else { break };
+                let Some(delivery) = self.deliveries.try_recv() else { break };
                 self.deliver(delivery)?;
             }
         }
@@ -77,8 +145,8 @@ impl<B: Backend> Follower<B> {
 
     /// Both arms are cancel-safe. Orders go first: the whole group waits for a plan, a chunk only for its sender.
     fn next(&mut self) -> Input {
-        let Self { runtime, orders, deliveries, .. } = self;
-        runtime.block_on(async {
+        let Self { orders, deliveries, .. } = self;
+        park::wait(async {
             tokio::select! {
                 biased;
                 order = orders.recv() => Input::Order(order),
@@ -87,31 +155,12 @@ impl<B: Backend> Follower<B> {
         })
     }
 
-    fn obey(&mut self, order: LeaderMessage) -> Result<(), FollowerFailure> {
-        match order {
-            LeaderMessage::Plan(plan) => {
-                self.rank.step(&plan, &mut |_, _, _| {})?;
-            }
-            LeaderMessage::Expect(expect) => {
-                self.rank.expect(&expect);
-                self.tell(expect.handoff, FollowerEvent::Expected)?;
-            }
-            LeaderMessage::Drop(handoff) => self.rank.forget(handoff),
-            LeaderMessage::Stop => {}
-        }
-        Ok(())
-    }
-
     fn deliver(&mut self, delivery: Delivery) -> Result<(), FollowerFailure> {
-        let Some(HandoffEnd { handoff, result }) = self.rank.deliver(delivery) else { return Ok(()) };
-        let event = match result {
-            Ok(_first_token_goes_to_rank_0) => FollowerEvent::Received,
-            Err(reason) => FollowerEvent::Refused(reason),
-        };
-        self.tell(handoff, event)
+        let told = self.core.deliver(delivery, &mut self.rank.cells);
+        told.map_or(Ok(()), |message| self.tell(&message))
     }
 
-    fn tell(&self, handoff: HandoffId, event: FollowerEvent) -> Result<(), FollowerFailure> {
-        Ok(self.leader.send(&FollowerMessage::Kv { rank: self.idx, handoff, event }.encode())?)
+    fn tell(&self, message: &FollowerMessage) -> Result<(), FollowerFailure> {
+        Ok(self.leader.send(&message.encode())?)
     }
 }

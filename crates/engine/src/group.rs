@@ -93,7 +93,7 @@ impl GroupLife {
             let starts: Vec<_> = members
                 .zip(worlds)
                 .zip(links)
-                .map(|((member, world), link)| scope.spawn(|| member.start_follower(world, link, runtime)))
+                .map(|((member, world), link)| scope.spawn(|| member.start_follower(world, link)))
                 .collect();
             let parts = LeaderParts {
                 world,

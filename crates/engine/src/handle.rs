@@ -18,6 +18,8 @@ use longreach_sched::SchedStats;
 use longreach_types::{Epoch, FinishReason, GroupShape, Prompt, RequestId, SamplingParams, SeqId};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 
+use crate::core::EngineSetup;
+
 /// Events of a sequence besides its tokens: reserved, finish, hand-off done, and room for an error.
 const EVENTS_BESIDES_TOKENS: usize = 4;
 
@@ -89,6 +91,22 @@ pub struct EngineInfo {
 }
 
 impl EngineInfo {
+    /// What is known of an engine before its first step.
+    pub(crate) fn first(epoch: Epoch, setup: &EngineSetup) -> Self {
+        Self {
+            epoch,
+            layout: setup.layout.clone(),
+            shape: setup.shape,
+            max_seq_len: setup.max_seq_len,
+            vocab_size: setup.vocab_size,
+            stats: SchedStats::default(),
+            n_handoffs: 0,
+            pulled_bytes: 0,
+            leaving: None,
+            failure: None,
+        }
+    }
+
     /// The pool of each DCP rank.
     pub fn pools(&self) -> Vec<PoolState> {
         self.stats
@@ -115,16 +133,20 @@ impl EngineInfo {
     }
 }
 
-/// What the engine thread takes in.
-pub(crate) enum Command {
+/// What a handle asks of its engine.
+pub enum Command {
+    /// To run a sequence.
     Submit(Box<Arrival>),
+    /// To forget all cached prefixes.
     FlushCache,
+    /// To end every sequence with an error by which its router takes it up elsewhere.
     HandOver,
+    /// To end.
     Stop,
 }
 
-/// A submission on its way to the engine thread.
-pub(crate) struct Arrival {
+/// A submission on its way to the engine.
+pub struct Arrival {
     pub(crate) seq: SeqId,
     pub(crate) submission: Submission,
     pub(crate) events: mpsc::Sender<Result<EngineEvent, WorkerError>>,

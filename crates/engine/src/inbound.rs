@@ -5,10 +5,11 @@
 //!     └───────── any rank refused, the deadline passed, or the request ended ─────────► dropped on every rank
 //! ```
 
-use std::{collections::HashMap, time::Instant};
+use std::collections::BTreeMap;
 
 use longreach_proto::worker::{OutputToken, Reservation};
 use longreach_types::{HandoffId, SeqId};
+use tokio::time::Instant;
 
 /// One hand-off.
 pub(crate) struct Inbound {
@@ -40,7 +41,7 @@ pub(crate) enum Progress {
 /// All hand-offs on their way in.
 #[derive(Default)]
 pub(crate) struct InboundSet {
-    by_handoff: HashMap<HandoffId, Inbound>,
+    by_handoff: BTreeMap<HandoffId, Inbound>,
 }
 
 impl InboundSet {

@@ -39,8 +39,8 @@ pub enum Delivery {
     Chunk(HandoffId, KvChunk),
     /// The sender is done.
     Commit(HandoffId, KvCommit),
-    /// The stream ended before its commit.
-    Broken(HandoffId),
+    /// The stream has ended: what has not come never will.
+    Ended(HandoffId),
     /// Someone wants the cached prefix of a hand-off.
     Pull {
         /// Which part.
@@ -60,7 +60,7 @@ impl Delivery {
             Self::Pull { request, .. } => request.handoff,
             Self::Chunk(handoff, _)
             | Self::Commit(handoff, _)
-            | Self::Broken(handoff)
+            | Self::Ended(handoff)
             | Self::PullMore(handoff) => *handoff,
         }
     }
@@ -84,13 +84,42 @@ pub struct InletIdentity {
 pub struct KvInlet {
     identity: Arc<InletIdentity>,
     deliveries: mpsc::Sender<Delivery>,
+    cut_off: mpsc::UnboundedSender<HandoffId>,
+}
+
+/// The queue behind a door.
+#[derive(Debug)]
+pub struct Deliveries {
+    queue: mpsc::Receiver<Delivery>,
+    /// Streams whose tasks were dropped, at most once each. A destructor cannot wait for room in the queue, and what
+    /// it has to say must not get lost.
+    cut_off: mpsc::UnboundedReceiver<HandoffId>,
+}
+
+impl Deliveries {
+    /// What has come, without waiting.
+    pub fn try_recv(&mut self) -> Option<Delivery> {
+        let cut_off = self.cut_off.try_recv().ok().map(Delivery::Ended);
+        cut_off.or_else(|| self.queue.try_recv().ok())
+    }
+
+    /// The next delivery; `None` when the door is gone. Cancel-safe.
+    pub async fn recv(&mut self) -> Option<Delivery> {
+        tokio::select! {
+            biased;
+            Some(handoff) = self.cut_off.recv() => Some(Delivery::Ended(handoff)),
+            delivery = self.queue.recv() => delivery,
+        }
+    }
 }
 
 impl KvInlet {
     /// A door and the queue behind it.
-    pub fn new(identity: InletIdentity) -> (Self, mpsc::Receiver<Delivery>) {
+    pub fn new(identity: InletIdentity) -> (Self, Deliveries) {
         let (deliveries, queue) = mpsc::channel(QUEUE_LEN);
-        (Self { identity: Arc::new(identity), deliveries }, queue)
+        let (cut_off_in, cut_off) = mpsc::unbounded_channel();
+        let inlet = Self { identity: Arc::new(identity), deliveries, cut_off: cut_off_in };
+        (inlet, Deliveries { queue, cut_off })
     }
 
     /// Refuses a caller that means another rank or another life, or holds KV differently.
@@ -110,7 +139,8 @@ impl KvInlet {
         self.deliveries.send(delivery).await.map_err(|_| WorkerError::Unavailable("the rank has stopped"))
     }
 
-    /// Passes chunks on until the commit. A checksum is verified here, off the rank's thread.
+    /// Passes everything on until the stream ends: on a transport that does not keep order the commit may overtake
+    /// chunks. A checksum is verified here, off the rank's thread.
     async fn pass_on(
         &self,
         handoff: HandoffId,
@@ -126,10 +156,10 @@ impl KvInlet {
                     verify(&chunk, self.identity.cell_bytes)?;
                     self.deliver(Delivery::Chunk(handoff, chunk)).await?;
                 }
-                KvMessage::Commit(commit) => return self.deliver(Delivery::Commit(handoff, commit)).await,
+                KvMessage::Commit(commit) => self.deliver(Delivery::Commit(handoff, commit)).await?,
             }
         }
-        Err(WorkerError::Aborted("the stream ended before its commit".to_owned()))
+        self.deliver(Delivery::Ended(handoff)).await
     }
 }
 
@@ -148,7 +178,7 @@ impl KvHandler for KvInlet {
         self.check_caller(open.rank, open.epoch, &open.layout)?;
         let handoff = open.handoff;
         let (sender, mut outcome) = oneshot::channel();
-        let mut guard = BrokenGuard { inlet: self.clone(), handoff: Some(handoff) };
+        let mut guard = EndGuard { inlet: self.clone(), handoff: Some(handoff) };
         self.deliver(Delivery::Open { open, outcome: sender }).await?;
         // Biased: a verdict ends the call even while chunks keep coming.
         tokio::select! {
@@ -183,24 +213,15 @@ impl KvHandler for KvInlet {
 }
 
 /// Tells the rank that a stream ended without a verdict, however its task ended.
-struct BrokenGuard {
+struct EndGuard {
     inlet: KvInlet,
     handoff: Option<HandoffId>,
 }
 
-impl Drop for BrokenGuard {
+impl Drop for EndGuard {
     fn drop(&mut self) {
-        let Some(handoff) = self.handoff.take() else { return };
-        // A full queue must not lose the news, and a destructor must not wait: leave it to a thread that may.
-        match self.inlet.deliveries.try_send(Delivery::Broken(handoff)) {
-            Ok(()) | Err(mpsc::error::TrySendError::Closed(_)) => {}
-            Err(mpsc::error::TrySendError::Full(delivery)) => {
-                let deliveries = self.inlet.deliveries.clone();
-                std::thread::spawn(move || {
-                    // The rank's thread drains the queue or drops it; either ends this wait.
-                    let _gone = deliveries.blocking_send(delivery);
-                });
-            }
+        if let Some(handoff) = self.handoff.take() {
+            let _rank_gone = self.inlet.cut_off.send(handoff);
         }
     }
 }

@@ -11,22 +11,26 @@
 //!         ◄──Pull──
 //! ```
 
+pub mod cells;
+pub mod core;
 pub mod door;
 mod engine;
-mod follower;
+pub mod follower;
 pub mod group;
 pub mod handle;
 mod inbound;
 pub mod inlet;
-mod intake;
+pub mod intake;
 mod live;
 pub mod member;
 mod offer;
 mod outbound;
 pub mod pair;
+mod park;
 pub mod process;
 mod pull;
 pub mod rank;
+pub mod receive;
 mod send;
 pub mod serve;
 pub mod setup;

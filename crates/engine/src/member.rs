@@ -11,7 +11,7 @@ use std::{
 
 use longreach_collective::{
     AbortHandle, CommError, Communicator,
-    control::{Broadcaster, ControlError, ControlLink, ControlSender, Leader, Reader},
+    control::{Broadcaster, ControlLink, ControlSender, Leader, Reader},
 };
 use longreach_kernels::Exec;
 use longreach_model::{Backend, Comms, CpuBackend, LoadOptions, ModelShard, shard::head_split};
@@ -19,31 +19,24 @@ use longreach_proto::{
     group::{FollowerMessage, LeaderMessage},
     worker::RankTarget,
 };
-use longreach_sched::SchedStats;
 use longreach_types::{Epoch, GroupShape};
-use tokio::{
-    runtime::Handle,
-    sync::{Notify, mpsc, watch},
-};
+use tokio::{runtime::Handle, sync::mpsc};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{info, warn};
 
 use crate::{
-    engine::{Engine, EngineSetup, LaneSetup},
-    follower::Follower,
-    handle::{EngineHandle, EngineInfo},
-    inbound::InboundSet,
-    inlet::{Delivery, InletIdentity, KvInlet},
-    intake::Intake,
-    outbound::OutboundSet,
-    pull::PullSet,
+    core::{Core, CoreParts, Orders},
+    engine::{Engine, LinkEvent},
+    follower::{Follower, FollowerCore},
+    handle::EngineHandle,
+    inlet::{Deliveries, InletIdentity, KvInlet},
     rank::RankWorker,
     setup::{BuildError, EngineConfig, Model, Plan},
     transport::KvTransport,
 };
 
-/// Lane reports and control events that may wait for the engine thread; it drains them every turn.
-const REPORTS_LEN: usize = 1024;
+/// Orders and replies that may wait for a rank's thread; it drains them every turn.
+const MESSAGES_LEN: usize = 1024;
 
 /// Length of what ranks compare before their first step.
 const DIGEST_BYTES: usize = 32;
@@ -65,7 +58,7 @@ pub struct Member {
     pub(crate) rank: Rank,
     pub(crate) epoch: Epoch,
     inlet: KvInlet,
-    deliveries: mpsc::Receiver<Delivery>,
+    deliveries: Deliveries,
 }
 
 /// A running engine of this process.
@@ -172,19 +165,12 @@ impl Rank {
         });
         Member { rank: self.clone(), epoch, inlet, deliveries }
     }
-}
 
-impl Member {
-    /// The door for KV in this life.
-    pub fn inlet(&self) -> KvInlet {
-        self.inlet.clone()
-    }
-
-    /// Meets the peers on the rank's own thread: head group, and a first collective that proves that the group works
-    /// and was set up alike.
-    fn join(self, world: World) -> Result<(RankWorker<CpuBackend>, mpsc::Receiver<Delivery>), BuildError> {
-        let Rank { model, config, idx, shard } = self.rank;
-        let digest = Plan::new(&model, &config)?.digest(&model, &config, self.epoch);
+    /// Meets the peers of the life `epoch` on the rank's own thread: head group, and a first collective that proves
+    /// that the group works and was set up alike.
+    fn join(self, epoch: Epoch, world: World) -> Result<RankWorker<CpuBackend>, BuildError> {
+        let Self { model, config, idx, shard } = self;
+        let digest = Plan::new(&model, &config)?.digest(&model, &config, epoch);
         let comms = join_group(world, config.shape)?;
         let Comms { mut world, head_group } = comms;
         let mut digests = vec![0; config.shape.n_ranks() * DIGEST_BYTES];
@@ -193,8 +179,14 @@ impl Member {
             return Err(BuildError::Differs { rank: idx, peer });
         }
         let kv = shard.backend.kv(&shard.kv_shape);
-        let comms = Comms { world, head_group };
-        Ok((RankWorker::new(shard, kv, comms, self.epoch), self.deliveries))
+        Ok(RankWorker::new(shard, kv, Comms { world, head_group }, epoch))
+    }
+}
+
+impl Member {
+    /// The door for KV in this life.
+    pub fn inlet(&self) -> KvInlet {
+        self.inlet.clone()
     }
 
     /// Starts the engine with this rank as its leader, and returns when it has joined its group.
@@ -203,53 +195,33 @@ impl Member {
         parts: LeaderParts,
         runtime: &Handle,
     ) -> Result<RunningEngine, BuildError> {
-        let (model, config, epoch) = (self.rank.model.clone(), self.rank.config.clone(), self.epoch);
-        let plan = Plan::new(&model, &config)?;
-        let (commands_in, commands) = mpsc::channel(config.intake_len);
-        let (reports_in, reports) = mpsc::channel(REPORTS_LEN);
-        let (follower_in, followers) = mpsc::channel(REPORTS_LEN);
-        let wake = Arc::new(Notify::new());
-        let (lane_tasks, deserted) = (TaskTracker::new(), CancellationToken::new());
-        let (broadcaster, readers) = match parts.control {
+        let Self { rank, epoch, deliveries, .. } = self;
+        let plan = Plan::new(&rank.model, &rank.config)?;
+        let (follower_in, followers) = mpsc::channel(MESSAGES_LEN);
+        let (tasks, deserted) = (TaskTracker::new(), CancellationToken::new());
+        let (orders, readers): (Orders, _) = match parts.control {
             Some(control) => {
                 let (broadcaster, readers) =
                     hear(control, (parts.world.abort_handle(), deserted.clone()), follower_in)?;
-                (Some(broadcaster), readers)
+                (Box::new(move |order| Ok(broadcaster.broadcast(&order.encode())?)), readers)
             }
-            None => (None, Vec::new()),
+            None => (Box::new(|_| Ok(())), Vec::new()),
         };
-        let setup = plan.setup(&model, &config, parts.targets);
-        let sched = plan.scheduler(&config, epoch)?;
-        let (info, info_out) = watch::channel(first_info(epoch, &setup));
-        let lanes = LaneSetup {
+        let (core, intake, handle) = Core::new(CoreParts {
+            setup: plan.setup(&rank.model, &rank.config, parts.targets),
+            sched: plan.scheduler(&rank.config, epoch)?,
+            orders,
             transport: parts.transport,
-            wake: Arc::clone(&wake),
-            reports: reports_in,
-            tasks: lane_tasks.clone(),
+            tasks: tasks.clone(),
             runtime: runtime.clone(),
-        };
-        let handle = EngineHandle::new(commands_in, Arc::clone(&wake), info_out);
-        let (world, runtime) = (parts.world, runtime.clone());
-        let thread = spawn_joining("engine".to_owned(), self, world, move |rank, deliveries| {
-            let intake = Intake { runtime, commands, deliveries, reports, followers, wake };
-            Engine {
-                rank,
-                followers: broadcaster,
-                sched,
-                setup,
-                lanes,
-                intake,
-                info,
-                live: Default::default(),
-                inbound: InboundSet::default(),
-                outbound: OutboundSet::default(),
-                pulls: PullSet::default(),
-                is_stopping: false,
-            }
-            .run();
+            deliveries,
+            followers,
+        });
+        let thread = spawn_joining("engine".to_owned(), (rank, epoch), parts.world, move |rank| {
+            Engine { core, rank, intake }.run();
             Ok(())
         })?;
-        Ok(RunningEngine { handle, threads: vec![thread], lane_tasks, readers, deserted })
+        Ok(RunningEngine { handle, threads: vec![thread], lane_tasks: tasks, readers, deserted })
     }
 
     /// Starts this rank as a follower, and returns when it has joined its group.
@@ -257,10 +229,10 @@ impl Member {
         self,
         world: World,
         link: ControlLink,
-        runtime: &Handle,
     ) -> Result<RunningFollower, BuildError> {
-        let idx = self.rank.idx;
-        let (orders_in, orders) = mpsc::channel(REPORTS_LEN);
+        let Self { rank, epoch, deliveries, .. } = self;
+        let idx = rank.idx;
+        let (orders_in, orders) = mpsc::channel(MESSAGES_LEN);
         let (abort, stop) = (world.abort_handle(), LeaderMessage::Stop.encode());
         let is_told = Cell::new(false);
         let deserted = CancellationToken::new();
@@ -278,9 +250,9 @@ impl Member {
             // A follower that has left needs no more orders.
             let _left = orders_in.blocking_send(order);
         })?;
-        let (runtime, to_leader) = (runtime.clone(), leader.clone());
-        let thread = spawn_joining(format!("rank-{idx}"), self, world, move |rank, deliveries| {
-            Follower { idx, rank, runtime, orders, deliveries, leader: Arc::new(to_leader) }.run()
+        let (core, leader_out) = (FollowerCore::new(idx, epoch), leader.clone());
+        let thread = spawn_joining(format!("rank-{idx}"), (rank, epoch), world, move |rank| {
+            Follower { idx, core, rank, orders, deliveries, leader: leader_out }.run()
         })?;
         Ok(RunningFollower { leader, rank: idx, thread, reader, deserted })
     }
@@ -331,28 +303,12 @@ impl Leaver {
     }
 }
 
-/// What is known of an engine before its first step.
-fn first_info(epoch: Epoch, setup: &EngineSetup) -> EngineInfo {
-    EngineInfo {
-        epoch,
-        layout: setup.layout.clone(),
-        shape: setup.shape,
-        max_seq_len: setup.max_seq_len,
-        vocab_size: setup.vocab_size,
-        stats: SchedStats::default(),
-        n_handoffs: 0,
-        pulled_bytes: 0,
-        leaving: None,
-        failure: None,
-    }
-}
-
 /// Hands what followers say to the engine. The end of a link ends the epoch at once: the engine may be in a collective
 /// with that very rank, and must not wait out its bound.
 fn hear(
     control: Leader,
     (abort, deserted): (AbortHandle, CancellationToken),
-    events: mpsc::Sender<(usize, Result<Vec<u8>, ControlError>)>,
+    events: mpsc::Sender<(usize, LinkEvent)>,
 ) -> std::io::Result<(Broadcaster, Vec<Reader>)> {
     control.spawn_readers(move |rank, message| {
         if let Err(end) = &message {
@@ -369,19 +325,19 @@ fn hear(
 /// Starts a rank's thread, which joins its group and then runs `run`; returns when it has joined.
 fn spawn_joining<F>(
     name: String,
-    member: Member,
+    (rank, epoch): (Rank, Epoch),
     world: World,
     run: F,
 ) -> Result<JoinHandle<Result<(), String>>, BuildError>
 where
-    F: FnOnce(RankWorker<CpuBackend>, mpsc::Receiver<Delivery>) -> Result<(), String> + Send + 'static,
+    F: FnOnce(RankWorker<CpuBackend>) -> Result<(), String> + Send + 'static,
 {
     let (joined_in, joined) = sync_channel(1);
-    let thread = std::thread::Builder::new().name(name).spawn(move || match member.join(world) {
-        Ok((rank, deliveries)) => {
+    let thread = std::thread::Builder::new().name(name).spawn(move || match rank.join(epoch, world) {
+        Ok(rank) => {
             // The starter waits for exactly this.
             let _starter_gone = joined_in.send(Ok(()));
-            run(rank, deliveries)
+            run(rank)
         }
         Err(error) => {
             let reason = error.to_string();

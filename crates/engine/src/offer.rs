@@ -15,13 +15,14 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use longreach_kv::{CoverageDigest, local_share};
-use longreach_model::{Backend, ModelShard};
 use longreach_proto::{
     WorkerError,
     worker::{KvChunk, PullDone, PullMessage, PullRequest},
 };
 use longreach_types::BlockId;
 use tokio::sync::mpsc;
+
+use crate::cells::KvCells;
 
 /// Chunks of one pull that are made before the reader takes the first: with [`CHUNK_BYTES`] the memory of a pull. A
 /// rank that runs steps makes so many a step, so fewer would starve a pull beside long steps.
@@ -62,14 +63,8 @@ impl Offer {
     }
 
     /// Starts a pull, in place of one that is open. A request for what is not offered is refused, and changes nothing.
-    pub(crate) fn open<B: Backend>(
-        &mut self,
-        request: &PullRequest,
-        messages: PullSender,
-        (shard, kv): (&ModelShard<B>, &B::Kv),
-    ) {
-        let shape = &shard.kv_shape;
-        let stored = &shard.heads.kv;
+    pub(crate) fn open(&mut self, request: &PullRequest, messages: PullSender, cells: &impl KvCells) {
+        let (shape, stored) = (cells.shape(), cells.heads());
         let share = local_share(shape.layout, request.blocks.clone(), shape.dcp_rank);
         let heads = &request.heads;
         if share.end > self.cached.len() || heads.start < stored.start || heads.end > stored.end {
@@ -85,11 +80,11 @@ impl Offer {
         let heads = heads.start - stored.start..heads.end - stored.start;
         let done = PullDone { n_cells: 0, digest: CoverageDigest::default().0 };
         self.open = Some(OpenPull { messages, block: share.start, share, heads, layer: 0, done });
-        (0..WINDOW).for_each(|_| self.send_next(shard, kv));
+        (0..WINDOW).for_each(|_| self.send_next(cells));
     }
 
     /// Makes the next chunk of the open pull, or its end. Does nothing when none is open.
-    pub(crate) fn send_next<B: Backend>(&mut self, shard: &ModelShard<B>, kv: &B::Kv) {
+    pub(crate) fn send_next(&mut self, cells: &impl KvCells) {
         let Some(pull) = &mut self.open else { return };
         if pull.messages.is_closed() {
             self.open = None;
@@ -100,7 +95,7 @@ impl Offer {
         if pull.messages.capacity() == 0 {
             return;
         }
-        let chunk = pull.next_chunk(&self.cached, shard, kv);
+        let chunk = pull.next_chunk(&self.cached, cells);
         let message = chunk.map_or(PullMessage::Done(pull.done), PullMessage::Chunk);
         let is_last = matches!(message, PullMessage::Done(_));
         let _caller_gone = pull.messages.try_send(Ok(message));
@@ -111,16 +106,12 @@ impl Offer {
 }
 
 impl OpenPull {
-    fn next_chunk<B: Backend>(
-        &mut self,
-        cached: &[BlockId],
-        shard: &ModelShard<B>,
-        kv: &B::Kv,
-    ) -> Option<KvChunk> {
-        if self.share.is_empty() || self.heads.is_empty() || self.layer == shard.kv_shape.n_layers {
+    fn next_chunk(&mut self, cached: &[BlockId], cells: &impl KvCells) -> Option<KvChunk> {
+        let shape = cells.shape();
+        if self.share.is_empty() || self.heads.is_empty() || self.layer == shape.n_layers {
             return None;
         }
-        let cell_bytes = shard.kv_shape.cell_bytes(self.heads.len());
+        let cell_bytes = shape.cell_bytes(self.heads.len());
         let n_blocks = (CHUNK_BYTES / cell_bytes).max(1).min(self.share.end - self.block);
         let blocks = self.block..self.block + n_blocks;
         let first = self.share.start;
@@ -128,7 +119,7 @@ impl OpenPull {
         let mut crc32c = Vec::with_capacity(n_blocks);
         let mut digest = CoverageDigest(self.done.digest);
         for (i, block) in blocks.clone().enumerate() {
-            shard.backend.export_kv(kv, self.layer, cached[block], self.heads.clone(), &mut payload);
+            cells.export(self.layer, cached[block], self.heads.clone(), &mut payload);
             let crc = crc32c::crc32c(&payload[i * cell_bytes..]);
             digest.add(self.layer, block - first, crc);
             crc32c.push(crc);

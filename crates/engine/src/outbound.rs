@@ -1,17 +1,20 @@
 //! The hand-offs a prefill engine is sending, by sequence.
 
-use std::{collections::HashMap, time::Instant};
+use std::collections::BTreeMap;
 
-use longreach_model::Backend;
 use longreach_proto::WorkerError;
 use longreach_types::{BlockId, SeqId, StepPlan};
+use tokio::time::Instant;
 
-use crate::send::{CellSource, LaneReport, Outbound};
+use crate::{
+    cells::CellSource,
+    send::{LaneReport, Outbound, SeqCells},
+};
 
 /// All hand-offs on their way out.
 #[derive(Default)]
 pub(crate) struct OutboundSet {
-    by_seq: HashMap<SeqId, Outbound>,
+    by_seq: BTreeMap<SeqId, Outbound>,
     /// Hand-offs that will not be used, since the first token ended the output. Their streams stay open until the
     /// group, told by the router, closes them: an early end would look like a failure there.
     unused: Vec<Outbound>,
@@ -46,25 +49,24 @@ impl OutboundSet {
     }
 
     /// `layer` is final for the rows of `plan`: sends what that completes.
-    pub(crate) fn on_layer<B: Backend>(&mut self, plan: &StepPlan, backend: &B, layer: usize, kv: &B::Kv) {
+    pub(crate) fn on_layer(&mut self, plan: &StepPlan, layer: usize, source: &impl CellSource) {
         for step in &plan.seqs {
             let Some(outbound) = self.by_seq.get_mut(&step.seq) else { continue };
             outbound.advance(layer, step.seq_len());
             let blocks = step.tables.first().map_or(&[][..], Vec::as_slice);
-            outbound.pump(&CellSource { backend, kv, blocks });
+            outbound.pump(&SeqCells { source, blocks });
         }
     }
 
     /// Sends what lanes have room for again. `blocks` finds a sequence's block table.
-    pub(crate) fn pump<'a, B: Backend>(
+    pub(crate) fn pump<'a>(
         &mut self,
-        backend: &B,
-        kv: &B::Kv,
+        source: &impl CellSource,
         blocks: impl Fn(SeqId) -> Option<&'a [BlockId]>,
     ) {
         for (&seq, outbound) in &mut self.by_seq {
             if let Some(blocks) = blocks(seq) {
-                outbound.pump(&CellSource { backend, kv, blocks });
+                outbound.pump(&SeqCells { source, blocks });
             }
         }
     }

@@ -54,17 +54,12 @@ impl Member {
     }
 
     /// Joins as any other rank and starts following.
-    pub fn follow(
-        self,
-        listener: &TcpListener,
-        peers: &Peers,
-        runtime: &Handle,
-    ) -> Result<RunningFollower, BuildError> {
+    pub fn follow(self, listener: &TcpListener, peers: &Peers) -> Result<RunningFollower, BuildError> {
         let group = self.connect(listener, peers)?;
         let ControlEnd::Follower(link) = group.control else {
             return Err(BuildError::WrongEnd { rank: self.rank.idx });
         };
-        self.start_follower(Box::new(group.comm), link, runtime)
+        self.start_follower(Box::new(group.comm), link)
     }
 
     fn connect(&self, listener: &TcpListener, peers: &Peers) -> Result<TcpGroup, ConnectError> {

@@ -13,16 +13,10 @@
 //!
 //! A pull is an attempt to save time. It is never the reason why a request fails.
 
-use std::{
-    collections::HashMap,
-    ops::Range,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, ops::Range, sync::Arc, time::Duration};
 
 use futures::StreamExt;
 use longreach_kv::{Commit, CoverageDigest, Incoming, Inserted, local_share};
-use longreach_model::Backend;
 use longreach_proto::{
     WorkerError,
     worker::{EventStream, KvChunk, KvLayout, PullDone, PullMessage, PullRequest, RankTarget, Reservation},
@@ -31,9 +25,10 @@ use longreach_types::{BlockId, DcpLayout, SeqId};
 use tokio::{
     sync::{Notify, mpsc},
     task::AbortHandle,
+    time::Instant,
 };
 
-use crate::{inlet, send::LaneContext};
+use crate::{cells::KvCells, inlet, send::LaneContext};
 
 /// Messages of all pulls that may wait for the engine thread. It takes them between steps, so this is what can come
 /// during one; chunks are of half a MiB or less, which bounds the memory.
@@ -41,7 +36,7 @@ const ARRIVALS_LEN: usize = 64;
 
 /// All pulls of an engine.
 pub(crate) struct PullSet {
-    by_seq: HashMap<SeqId, Pull>,
+    by_seq: BTreeMap<SeqId, Pull>,
     arrivals_in: mpsc::Sender<Arrival>,
     arrivals: mpsc::Receiver<Arrival>,
     n_bytes: u64,
@@ -96,7 +91,7 @@ impl Drop for Part {
 impl Default for PullSet {
     fn default() -> Self {
         let (arrivals_in, arrivals) = mpsc::channel(ARRIVALS_LEN);
-        Self { by_seq: HashMap::new(), arrivals_in, arrivals, n_bytes: 0 }
+        Self { by_seq: BTreeMap::new(), arrivals_in, arrivals, n_bytes: 0 }
     }
 }
 
@@ -172,7 +167,7 @@ impl PullSet {
     }
 
     /// Takes in what has come and looks at the clock. Returns the pulls that have ended.
-    pub(crate) fn turn<B: Backend>(&mut self, backend: &B, kv: &mut B::Kv, now: Instant) -> Vec<PullEnd> {
+    pub(crate) fn turn(&mut self, cells: &mut impl KvCells, now: Instant) -> Vec<PullEnd> {
         let mut ended = Vec::new();
         // As many as fit into the queue: what comes meanwhile waits for the next turn.
         for _ in 0..ARRIVALS_LEN {
@@ -183,7 +178,7 @@ impl PullSet {
             if let Ok(PullMessage::Chunk(chunk)) = &arrival.message {
                 self.n_bytes += chunk.payload.len() as u64;
             }
-            let result = match pull.take(arrival, backend, kv) {
+            let result = match pull.take(arrival, cells) {
                 Ok(false) => continue,
                 Ok(true) => Ok(()),
                 Err(error) => Err(error),
@@ -191,7 +186,7 @@ impl PullSet {
             self.by_seq.remove(&seq);
             ended.push((seq, result));
         }
-        let overdue = self.by_seq.extract_if(|_, pull| pull.deadline <= now);
+        let overdue = self.by_seq.extract_if(.., |_, pull| pull.deadline <= now);
         ended.extend(overdue.map(|(seq, _)| {
             (seq, Err(WorkerError::Aborted("pulling took longer than computing would".to_owned())))
         }));
@@ -201,15 +196,10 @@ impl PullSet {
 
 impl Pull {
     /// Takes one message. `Ok(true)` when everything is there.
-    fn take<B: Backend>(
-        &mut self,
-        arrival: Arrival,
-        backend: &B,
-        kv: &mut B::Kv,
-    ) -> Result<bool, WorkerError> {
+    fn take(&mut self, arrival: Arrival, cells: &mut impl KvCells) -> Result<bool, WorkerError> {
         let part = &mut self.parts[arrival.part];
         match arrival.message? {
-            PullMessage::Chunk(chunk) => part.fill(&chunk, backend, kv)?,
+            PullMessage::Chunk(chunk) => part.fill(&chunk, cells)?,
             PullMessage::Done(done) => part.finish(done)?,
         }
         Ok(self.parts.iter().all(|part| part.incoming.is_complete()))
@@ -217,7 +207,7 @@ impl Pull {
 }
 
 impl Part {
-    fn fill<B: Backend>(&mut self, chunk: &KvChunk, backend: &B, kv: &mut B::Kv) -> Result<(), WorkerError> {
+    fn fill(&mut self, chunk: &KvChunk, cells: &mut impl KvCells) -> Result<(), WorkerError> {
         let (layers, blocks) = (chunk.layers.clone(), chunk.blocks.clone());
         let epoch = self.incoming.epoch();
         let inserted = self.incoming.insert(epoch, layers.clone(), blocks.clone(), &chunk.crc32c);
@@ -225,10 +215,10 @@ impl Part {
         if inserted == Inserted::Repeat {
             return Ok(());
         }
-        let cells = layers.flat_map(|layer| blocks.clone().map(move |block| (layer, block)));
+        let places = layers.flat_map(|layer| blocks.clone().map(move |block| (layer, block)));
         let cell_bytes = chunk.payload.len() / chunk.crc32c.len();
-        for ((layer, block), bytes) in cells.zip(chunk.payload.chunks_exact(cell_bytes)) {
-            backend.import_kv(kv, layer, self.blocks[block], self.heads.clone(), bytes);
+        for ((layer, block), bytes) in places.zip(chunk.payload.chunks_exact(cell_bytes)) {
+            cells.import(layer, self.blocks[block], self.heads.clone(), bytes);
         }
         Ok(())
     }

@@ -9,16 +9,11 @@
 //! cells at its own pace: what it has no room for stays in the source blocks, which are pinned, and is taken up when the
 //! lane drains. Nothing here waits.
 
-use std::{
-    ops::Range,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{ops::Range, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use futures::{StreamExt, stream};
 use longreach_kv::{CoverageDigest, local_share};
-use longreach_model::Backend;
 use longreach_proto::{
     WorkerError,
     worker::{KvChunk, KvCommit, KvLayout, KvMessage, KvOpen, OutputToken, RankTarget, Reservation},
@@ -27,19 +22,21 @@ use longreach_types::{BlockId, DcpLayout, HandoffId, KvDtype};
 use tokio::{
     sync::{Notify, mpsc},
     task::AbortHandle,
+    time::Instant,
 };
 
-use crate::transport::KvTransport;
+use crate::{cells::CellSource, transport::KvTransport};
 
 /// Messages that may wait for one rank's stream: with chunks of at most [`MAX_CHUNK_BYTES`] this bounds memory.
 const LANE_LEN: usize = 4;
 
-/// Payload of one message: far below the 4 MiB that gRPC peers accept, large enough to keep a link busy.
-const MAX_CHUNK_BYTES: usize = 1 << 20;
+/// Payload of one message, unless set otherwise: far below the 4 MiB that gRPC peers accept, large enough to keep a
+/// link busy.
+pub(crate) const MAX_CHUNK_BYTES: usize = 1 << 20;
 
 /// A lane's end, as its task reports it.
 #[derive(Debug)]
-pub(crate) struct LaneReport {
+pub struct LaneReport {
     /// Which hand-off.
     pub(crate) handoff: HandoffId,
     /// To which rank.
@@ -60,14 +57,14 @@ pub(crate) struct LaneContext<'a> {
     pub(crate) tasks: &'a tokio_util::task::TaskTracker,
     /// The runtime of those tasks.
     pub(crate) runtime: &'a tokio::runtime::Handle,
+    /// The most payload of one message, where a cell is not larger.
+    pub(crate) max_chunk_bytes: usize,
 }
 
-/// The source of cells: one sequence's blocks on the prefill side.
-pub(crate) struct CellSource<'a, B: Backend> {
-    /// The device.
-    pub(crate) backend: &'a B,
-    /// Its KV.
-    pub(crate) kv: &'a B::Kv,
+/// One sequence's cells on the prefill side.
+pub(crate) struct SeqCells<'a, S> {
+    /// Where they are.
+    pub(crate) source: &'a S,
     /// The sequence's blocks, by logical block.
     pub(crate) blocks: &'a [BlockId],
 }
@@ -99,6 +96,7 @@ struct Lane {
     next: Vec<usize>,
     n_cells: usize,
     digest: CoverageDigest,
+    max_chunk_bytes: usize,
     /// Closed after the commit.
     messages: Option<mpsc::Sender<KvMessage>>,
     commit: Option<CommitNote>,
@@ -203,7 +201,7 @@ impl Outbound {
     }
 
     /// Sends what is final and fits; the rest goes when a lane rings.
-    pub(crate) fn pump<B: Backend>(&mut self, source: &CellSource<'_, B>) {
+    pub(crate) fn pump<S: CellSource>(&mut self, from: &SeqCells<'_, S>) {
         let cells = Cells {
             layout: self.layout,
             head_dim: self.head_dim,
@@ -212,7 +210,7 @@ impl Outbound {
         };
         let sent_before = self.sent_bytes;
         for lane in &mut self.lanes {
-            self.sent_bytes += lane.pump(&self.ready, &cells, source);
+            self.sent_bytes += lane.pump(&self.ready, &cells, from);
         }
         if self.sent_bytes > sent_before {
             self.deadline = Instant::now() + self.patience;
@@ -273,6 +271,7 @@ impl Lane {
             share,
             n_cells: 0,
             digest: CoverageDigest::default(),
+            max_chunk_bytes: context.max_chunk_bytes,
             messages: Some(sender),
             commit: None,
             verified: false,
@@ -280,13 +279,13 @@ impl Lane {
         }
     }
 
-    fn pump<B: Backend>(&mut self, ready: &[usize], cells: &Cells, source: &CellSource<'_, B>) -> u64 {
+    fn pump<S: CellSource>(&mut self, ready: &[usize], cells: &Cells, from: &SeqCells<'_, S>) -> u64 {
         let mut n_bytes = 0;
         for (layer, &ready) in ready.iter().enumerate() {
             let n_final = cells.layout.local_n_blocks(ready, self.target.dcp_rank).min(self.share.end);
             let n_final = n_final.saturating_sub(self.share.start);
             while self.next[layer] < n_final {
-                let Some(sent) = self.send_run(layer, n_final, cells, source) else { return n_bytes };
+                let Some(sent) = self.send_run(layer, n_final, cells, from) else { return n_bytes };
                 n_bytes += sent;
             }
         }
@@ -295,23 +294,23 @@ impl Lane {
     }
 
     /// Sends one chunk of `layer`; `None` when there is no room.
-    fn send_run<B: Backend>(
+    fn send_run<S: CellSource>(
         &mut self,
         layer: usize,
         n_final: usize,
         cells: &Cells,
-        source: &CellSource<'_, B>,
+        from: &SeqCells<'_, S>,
     ) -> Option<u64> {
         let permit = self.messages.as_ref()?.try_reserve().ok()?;
         let cell_bytes = cells.bytes(self.target.kv_heads.len());
         let start = self.next[layer];
-        let end = n_final.min(start + (MAX_CHUNK_BYTES / cell_bytes).max(1));
+        let end = n_final.min(start + (self.max_chunk_bytes / cell_bytes).max(1));
         let mut payload = Vec::with_capacity((end - start) * cell_bytes);
         let mut crc32c = Vec::with_capacity(end - start);
         for cell in start..end {
             let block = cells.layout.logical_block(self.share.start + cell, self.target.dcp_rank);
             let heads = self.target.kv_heads.clone();
-            source.backend.export_kv(source.kv, layer, source.blocks[block], heads, &mut payload);
+            from.source.export(layer, from.blocks[block], heads, &mut payload);
             let bytes = &mut payload[(cell - start) * cell_bytes..];
             cells.clear_tail(block, bytes);
             let crc = crc32c::crc32c(bytes);

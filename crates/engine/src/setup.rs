@@ -23,7 +23,7 @@ use longreach_sched::{ReuseCosts, SchedConfig, Scheduler};
 use longreach_types::{DcpLayout, Epoch, GroupShape, KvDtype, MergeForm, N_SHARDS, QueryForm, WeightForm};
 use sha2::{Digest, Sha256};
 
-use crate::engine::EngineSetup;
+use crate::{core::EngineSetup, send::MAX_CHUNK_BYTES};
 
 /// An opened model.
 #[derive(Clone, Debug)]
@@ -248,6 +248,8 @@ impl Plan {
             vocab_size: model.config.vocab_size,
             max_seq_len: self.max_seq_len,
             handoff_timeout: config.handoff_timeout,
+            max_chunk_bytes: MAX_CHUNK_BYTES,
+            intake_len: config.intake_len,
             // A new hasher's keys are random, which makes this number unlike that of any other life.
             nonce: RandomState::new().hash_one(self.n_blocks),
         }

@@ -7,7 +7,7 @@ use futures::stream;
 use longreach_collective::{CommConfig, ConnectCancel, TcpConfig, control::ControlConfig, fuzzing};
 use longreach_engine::{
     KvInlet,
-    inlet::{Delivery, InletIdentity},
+    inlet::{Deliveries, Delivery, InletIdentity},
 };
 use longreach_kv::{Commit, CoverageDigest, Incoming};
 use longreach_proto::{
@@ -55,8 +55,8 @@ thread_local! {
         Builder::new_current_thread().build().expect("a runtime without drivers needs nothing");
 }
 
-/// A rank's part: what [`longreach_engine::rank::RankWorker`] does, without the memory.
-async fn receive(mut queue: mpsc::Receiver<Delivery>) {
+/// A rank's part: what [`longreach_engine::receive::Receiver`] does, without the memory.
+async fn receive(mut queue: Deliveries) {
     let mut incoming = Incoming::new(HANDOFF, Epoch(3), N_LAYERS, N_BLOCKS);
     let mut sender = None;
     while let Some(delivery) = queue.recv().await {
@@ -72,10 +72,9 @@ async fn receive(mut queue: mpsc::Receiver<Delivery>) {
             }
             Delivery::Commit(_, commit) => {
                 let totals = Commit { n_cells: commit.n_cells, digest: CoverageDigest(commit.digest) };
-                // A stream says no more after its commit: what is missing now stays so until the leader's deadline.
-                incoming.commit(Epoch(3), totals).is_err() || !incoming.is_complete()
+                incoming.commit(Epoch(3), totals).is_err()
             }
-            Delivery::Broken(_) => true,
+            Delivery::Ended(_) => true,
             // Only a pull brings these.
             Delivery::Pull { .. } | Delivery::PullMore(_) => false,
         };
