@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use futures::{FutureExt, StreamExt, future::BoxFuture};
+use longreach_engine::{EngineEvent, EngineInfo, SeqStream, Submission, Work};
 use longreach_proto::{
     WorkerError,
     worker::{ClientStream, DecodeEvent, GenerateRequest, GroupInfo, PrefillEvent, PrefillInfo, RunRequest},
@@ -12,7 +13,7 @@ use tokio::sync::{mpsc, oneshot};
 use tonic::{Request, Status};
 
 use crate::{
-    engine::{EngineEvent, EngineInfo, SeqStream, Submission, Work},
+    journal::Journal,
     model::VOCAB_SIZE,
     net::{Broken, Conn, Net, NodeId},
     scenario::Shape,
@@ -52,8 +53,7 @@ impl SimCalls {
     /// One question, answered by what the worker shows of itself.
     async fn ask(self) -> Result<EngineInfo, Status> {
         let conn = self.connect().await?;
-        let engine = self.dial.services.engine(&self.endpoint);
-        let info = engine.map(|engine| engine.face.info());
+        let info = self.dial.services.engine_info(&self.endpoint);
         conn.transit().await.map_err(lost)?;
         info.ok_or_else(|| WorkerError::Unavailable("no epoch is formed").into())
     }
@@ -79,7 +79,10 @@ impl SimCalls {
                     let _router_gone = accepted.send(Ok(()));
                     let (source, carried) = mpsc::channel(1);
                     let carried = conn.carry(carried, || {});
-                    futures::join!(worker_side(submitted, source), router_side(carried, &sink, read));
+                    futures::join!(
+                        worker_side(submitted, source, &self.dial.services.journal),
+                        router_side(carried, &sink, read)
+                    );
                 }
                 Err(status) => {
                     let _router_gone = accepted.send(Err(status));
@@ -126,7 +129,11 @@ impl SimCalls {
 }
 
 /// Puts events on their way, and ends the sequence when nobody takes them any more.
-async fn worker_side(mut events: SeqStream, source: mpsc::Sender<Result<EngineEvent, WorkerError>>) {
+async fn worker_side(
+    mut events: SeqStream,
+    source: mpsc::Sender<Result<EngineEvent, WorkerError>>,
+    journal: &Journal,
+) {
     loop {
         let event = tokio::select! {
             biased;
@@ -134,9 +141,33 @@ async fn worker_side(mut events: SeqStream, source: mpsc::Sender<Result<EngineEv
             event = events.next() => event,
         };
         let Some(event) = event else { return };
+        count(&event, journal);
         if source.send(event).await.is_err() {
             return;
         }
+    }
+}
+
+/// Writes down what an event says of the way that its sequence took.
+fn count(event: &Result<EngineEvent, WorkerError>, journal: &Journal) {
+    match event {
+        Ok(EngineEvent::Reserved(reservation)) => {
+            journal.count(if reservation.prefilled_here {
+                "prompt computed by its decode group"
+            } else {
+                "hand-off reserved"
+            });
+            journal.count_n("prompt tokens found in a cache", reservation.cached_len as u64);
+        }
+        Ok(EngineEvent::FirstToken(first)) => {
+            journal.count("prompt at a prefill worker");
+            journal.count_n("prompt tokens found in a cache", first.cached_len as u64);
+        }
+        Ok(EngineEvent::HandoffDone { .. }) => journal.count("hand-off done"),
+        Err(WorkerError::Aborted(reason)) if reason.contains("stood still") => {
+            journal.count("hand-off stood still");
+        }
+        Ok(EngineEvent::Token(_) | EngineEvent::Finish(_)) | Err(_) => {}
     }
 }
 
@@ -169,13 +200,13 @@ impl DecodeCalls for SimCalls {
         &self,
         request: Request<GenerateRequest>,
     ) -> BoxFuture<'static, Result<ClientStream<DecodeEvent>, Status>> {
-        let GenerateRequest { prompt, sampling, priority, .. } = request.into_inner();
-        let submission = Submission { prompt, sampling, priority, work: Work::Decode };
+        let GenerateRequest { request_id, prompt, sampling, priority, .. } = request.into_inner();
+        let submission = Submission { request_id, prompt, sampling, priority, work: Work::Decode };
         self.clone().start(submission, |event| match event {
             EngineEvent::Reserved(reservation) => Some(DecodeEvent::Reserved(reservation)),
             EngineEvent::Token(token) => Some(DecodeEvent::Token(token)),
             EngineEvent::Finish(reason) => Some(DecodeEvent::Finish(reason)),
-            EngineEvent::FirstToken(_) | EngineEvent::HandoffDone => None,
+            EngineEvent::FirstToken(_) | EngineEvent::HandoffDone { .. } => None,
         })
     }
 
@@ -206,11 +237,12 @@ impl PrefillCalls for SimCalls {
         &self,
         request: Request<RunRequest>,
     ) -> BoxFuture<'static, Result<ClientStream<PrefillEvent>, Status>> {
-        let RunRequest { prompt, sampling, priority, reservation, .. } = request.into_inner();
-        let submission = Submission { prompt, sampling, priority, work: Work::Prefill(reservation) };
+        let RunRequest { request_id, prompt, sampling, priority, reservation, .. } = request.into_inner();
+        let work = Work::Prefill(reservation);
+        let submission = Submission { request_id, prompt, sampling, priority, work };
         self.clone().start(submission, |event| match event {
             EngineEvent::FirstToken(first) => Some(PrefillEvent::FirstToken(first)),
-            EngineEvent::HandoffDone => Some(PrefillEvent::HandoffDone { sent_bytes: 0 }),
+            EngineEvent::HandoffDone { sent_bytes } => Some(PrefillEvent::HandoffDone { sent_bytes }),
             EngineEvent::Reserved(_) | EngineEvent::Token(_) | EngineEvent::Finish(_) => None,
         })
     }

@@ -1,41 +1,30 @@
-//! A worker's engine in the simulation: intake, plan, step, outcome, over the product's [`Scheduler`].
+//! What drives a worker's engine in the simulation. The engine is the product's [`Core`]: what it takes in, plans,
+//! sends, expects, samples and gives up is decided there. Here is what a thread and a device do in the product, on
+//! simulated time: the turns, the duration of a step, and the collective in it.
 //!
-//! It takes the place of the engine's thread, which blocks and computes and so cannot run on simulated time, and it
-//! keeps that thread's order of doing things: everything that arrived, then what is overdue, then one step, during which
-//! nothing else happens. As in the product one engine serves both roles.
+//! As with the thread, nothing is taken in while a step runs. A process that stands still does nothing at all.
 
-mod handle;
-mod handoff;
+use std::{sync::Arc, time::Duration};
 
-use std::{
-    collections::{BTreeMap, VecDeque},
-    sync::Arc,
-    time::Duration,
+use longreach_engine::{
+    EngineHandle,
+    core::{Core, CoreFailure, OrdersLost},
+    intake::{Heard, Intake, MAX_INPUTS},
+    receive::{ReceiveCounts, Receiver},
 };
-
-use longreach_kv::PrefixSalt;
-use longreach_proto::{
-    WorkerError,
-    worker::{FirstToken, KvLayout, OutputToken, RankTarget, Reservation},
-};
-use longreach_sched::{End, Event, Mode, NewSeq, Refused, Sampled, Scheduler, SeqKind, StepOutcome};
-use longreach_types::{DcpLayout, FinishReason, HandoffId, SamplingParams, SeqId, StepPlan, TokenId};
+use longreach_proto::group::{FollowerMessage, LeaderMessage};
+use longreach_sched::SchedTotals;
+use longreach_types::{Epoch, StepId, StepPlan};
 use tokio::{
     sync::mpsc,
     time::{Instant, sleep, timeout_at},
 };
 
-pub(crate) use self::handle::{
-    Arrival, EngineEvent, EngineFace, EngineHandle, EngineInfo, FollowerEvent, FollowerMessage, Input,
-    LaneReport, LeaderMessage, SeqStream, Submission, Work,
-};
-use self::handoff::{Inbound, Outbound};
 use crate::{
     journal::Journal,
-    lane::LaneContext,
-    model::{self, EOS},
-    net::{Net, NodeId},
-    rank::{HandoffEnd, Order, Rank, RankFace},
+    model::{self, N_LAYERS},
+    net::{Broken, Net, NodeId},
+    rank::{Rank, RankFace, Step},
 };
 
 /// How often an engine that waits for a hand-off looks at its deadlines.
@@ -44,27 +33,33 @@ const TICK: Duration = Duration::from_millis(50);
 /// How often one that waits for nothing looks around all the same.
 const IDLE_TICK: Duration = Duration::from_secs(2);
 
-/// Fixed facts of an engine.
-#[derive(Clone)]
-pub(crate) struct EngineSetup {
-    pub(crate) name: String,
-    pub(crate) node: NodeId,
-    pub(crate) net: Net,
-    pub(crate) journal: Journal,
-    pub(crate) kv_layout: KvLayout,
-    pub(crate) dcp: DcpLayout,
-    pub(crate) targets: Vec<RankTarget>,
-    pub(crate) max_seq_len: usize,
-    pub(crate) handoff_timeout: Duration,
-    /// How long a step may wait for a rank.
-    pub(crate) watchdog: Duration,
-    pub(crate) nonce: u64,
-    pub(crate) step_time: Duration,
-    pub(crate) lanes: LaneContext,
+/// What goes from a leader to a follower.
+#[derive(Clone, Debug)]
+pub(crate) enum Word {
+    Order(LeaderMessage),
+    /// In place of the order to run a plan.
+    Step(Arc<Step>),
 }
 
+/// What goes back.
+#[derive(Clone, Debug)]
+pub(crate) enum Reply {
+    Joined,
+    Told(FollowerMessage),
+    /// Its part of the collective of a step.
+    Sums(StepId, Vec<u64>),
+}
+
+/// The links to all followers.
+#[derive(Clone, Default)]
+pub(crate) struct Followers(pub(crate) Vec<mpsc::Sender<Word>>);
+
+/// What comes from followers: their words, and their parts of collectives.
+pub(crate) type FollowerEvent = Result<FollowerMessage, Broken>;
+pub(crate) type Part = (usize, Result<(StepId, Vec<u64>), Broken>);
+
 /// Why an engine ended. Its epoch is over.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 pub(crate) enum EngineFailure {
     #[error("rank {0} is lost")]
     Link(usize),
@@ -72,409 +67,199 @@ pub(crate) enum EngineFailure {
     Watchdog,
     #[error("stopped")]
     Stopped,
-    #[error("scheduler: {0}")]
-    Sched(String),
+    #[error(transparent)]
+    Core(#[from] CoreFailure),
 }
 
 pub(crate) struct Engine {
-    pub(crate) setup: EngineSetup,
+    pub(crate) name: String,
+    pub(crate) node: NodeId,
+    pub(crate) net: Net,
+    pub(crate) journal: Journal,
+    pub(crate) step_time: Duration,
+    /// How long a step may wait for a rank.
+    pub(crate) watchdog: Duration,
+    pub(crate) core: Core,
+    pub(crate) intake: Intake<FollowerEvent>,
     pub(crate) rank: Rank,
     pub(crate) rank_face: RankFace,
-    pub(crate) sched: Scheduler,
-    pub(crate) followers: Vec<mpsc::Sender<LeaderMessage>>,
-    pub(crate) inputs: mpsc::Receiver<Input>,
-    pub(crate) handle: EngineHandle,
-    pub(crate) deferred: VecDeque<Input>,
-    pub(crate) live: BTreeMap<SeqId, Live>,
-    pub(crate) inbound: BTreeMap<HandoffId, Inbound>,
-    pub(crate) outbound: BTreeMap<SeqId, Outbound>,
-    /// Hand-offs that were opened for nothing: their streams end when the group closes them.
-    pub(crate) unused: Vec<Outbound>,
-    pub(crate) n_steps: u64,
+    pub(crate) followers: Followers,
+    pub(crate) parts: mpsc::Receiver<Part>,
+    pub(crate) seen: Seen,
+    /// A process does not stop because nobody knows the way to it.
+    pub(crate) _handle: EngineHandle,
 }
 
-/// What an engine keeps of a sequence besides its blocks.
-pub(crate) struct Live {
-    sampling: SamplingParams,
-    prompt_len: usize,
-    output_len: usize,
-    prompt_hash: [u8; 16],
-    cached_len: usize,
-    prefixes: Vec<u64>,
-    work: Work,
-    events: mpsc::Sender<Result<EngineEvent, WorkerError>>,
+/// What was counted when it was last looked at.
+#[derive(Default)]
+pub(crate) struct Seen {
+    totals: SchedTotals,
+    receive: ReceiveCounts,
 }
 
-impl Live {
-    fn send(&self, event: Result<EngineEvent, WorkerError>) {
-        let _listener_gone = self.events.try_send(event);
+impl Followers {
+    /// Sends to all of them. One that does not take it is lost.
+    pub(crate) fn tell(&self, word: &Word) -> Result<(), EngineFailure> {
+        for (idx, follower) in self.0.iter().enumerate() {
+            follower.try_send(word.clone()).map_err(|_| EngineFailure::Link(idx + 1))?;
+        }
+        Ok(())
     }
 
-    /// Adds a token; why the output ends with it, if it does.
-    fn push(&mut self, token: TokenId, max_seq_len: usize) -> Option<FinishReason> {
-        self.output_len += 1;
-        if !self.sampling.ignore_eos && token == EOS {
-            return Some(FinishReason::Eos(token));
-        }
-        if self.sampling.stop_token_ids.contains(&token) {
-            return Some(FinishReason::StopToken(token));
-        }
-        self.is_full(self.output_len, max_seq_len).then_some(FinishReason::Length)
+    /// The orders of a core.
+    pub(crate) fn order(&self, order: &LeaderMessage) -> Result<(), OrdersLost> {
+        Ok(self.tell(&Word::Order(order.clone()))?)
     }
+}
 
-    fn is_full(&self, output_len: usize, max_seq_len: usize) -> bool {
-        output_len >= self.sampling.max_tokens || self.prompt_len + output_len >= max_seq_len
+impl Seen {
+    /// Writes down what came out of order since the last time.
+    pub(crate) fn look_at(&mut self, receiver: &Receiver, journal: &Journal) {
+        let (now, before) = (receiver.counts(), self.receive);
+        journal.count_n("late hand-off refused", now.late_opens - before.late_opens);
+        journal.count_n("late chunk ignored", now.late_chunks - before.late_chunks);
+        journal.count_n("repeated chunk recognised", now.repeats - before.repeats);
+        journal.count_n("commit overtook a chunk", now.early_commits - before.early_commits);
+        self.receive = now;
     }
 }
 
 impl Engine {
+    pub(crate) fn epoch(&self) -> Epoch {
+        self.core.sched().epoch()
+    }
+
     /// Runs until it fails; never because it has nothing to do.
     pub(crate) async fn run(mut self) -> EngineFailure {
         let failure = match self.run_steps().await {
             Ok(never) => match never {},
             Err(failure) => failure,
         };
-        for live in std::mem::take(&mut self.live).into_values() {
-            live.send(Err(WorkerError::Aborted(format!("the epoch is over: {failure}"))));
-        }
-        for follower in &self.followers {
-            let _closed = follower.try_send(LeaderMessage::Stop);
-        }
+        self.core.end(Some(failure.to_string()));
         failure
     }
 
     async fn run_steps(&mut self) -> Result<std::convert::Infallible, EngineFailure> {
         loop {
-            self.setup.net.thawed(self.setup.node).await;
-            while let Some(input) = self.try_next() {
-                self.take(input)?;
+            self.net.thawed(self.node).await;
+            for _ in 0..MAX_INPUTS {
+                let Some(heard) = self.intake.try_next() else { break };
+                self.take(heard)?;
             }
-            self.reap()?;
-            self.pump();
-            let plan = self.sched.next_plan();
-            self.handle_events()?;
-            match plan {
+            match self.core.turn(&mut self.rank)? {
                 Some(plan) => self.step(plan).await?,
-                None => {
-                    self.publish();
-                    let waits = !self.inbound.is_empty() || !self.outbound.is_empty();
-                    let tick = if waits { TICK } else { IDLE_TICK };
-                    let wake = self.handle.wake();
-                    // All arms are cancel-safe; biased, so that a seed repeats its run.
-                    let input = tokio::select! {
-                        biased;
-                        input = self.inputs.recv() => Some(input.ok_or(EngineFailure::Stopped)?),
-                        () = wake.notified() => None,
-                        () = sleep(tick) => None,
-                    };
-                    // A process that stands still takes nothing in.
-                    self.setup.net.thawed(self.setup.node).await;
-                    if let Some(input) = input {
-                        self.take(input)?;
-                    }
-                }
+                None => self.wait().await?,
+            }
+            if self.core.is_stopping() {
+                return Err(EngineFailure::Stopped);
             }
         }
     }
 
-    fn try_next(&mut self) -> Option<Input> {
-        self.deferred.pop_front().or_else(|| self.inputs.try_recv().ok())
-    }
-
-    fn take(&mut self, input: Input) -> Result<(), EngineFailure> {
-        match input {
-            Input::Submit(arrival) => self.arrive(*arrival),
-            Input::Delivery(delivery) => {
-                if let Some(handoff) = delivery.handoff() {
-                    self.extend(handoff);
-                }
-                if let Some(HandoffEnd { handoff, result }) = self.rank.deliver(delivery) {
-                    match result {
-                        Ok(first_token) => self.received_share(handoff, first_token)?,
-                        Err(reason) => self.refused(handoff, 0, &reason)?,
-                    }
-                }
-            }
-            Input::Report(report) => self.lane_report(report)?,
-            Input::Follower(rank, message) => self.follower(rank, message)?,
-            Input::Nudge => {}
-        }
-        Ok(())
-    }
-
-    fn arrive(&mut self, arrival: Arrival) {
-        let Arrival { seq, submission, events, accepted } = arrival;
-        let verdict = self.accept(seq, &submission);
-        if verdict.is_ok() {
-            let Submission { prompt, sampling, work, .. } = submission;
-            let live = Live {
-                sampling,
-                prompt_len: prompt.prompt_len(),
-                output_len: prompt.n_resumed,
-                prompt_hash: model::prompt_hash(&prompt.tokens),
-                cached_len: 0,
-                prefixes: model::prefixes(&prompt.tokens),
-                work,
-                events,
-            };
-            self.live.insert(seq, live);
-        }
-        let _caller_gone = accepted.send(verdict);
-    }
-
-    fn accept(&mut self, seq: SeqId, submission: &Submission) -> Result<(), WorkerError> {
-        let prompt = &submission.prompt;
-        if submission.sampling.max_tokens <= prompt.n_resumed || prompt.tokens.len() >= self.setup.max_seq_len
-        {
-            return Err(WorkerError::Invalid("no room for a token".to_owned()));
-        }
-        let max_len = prompt.prompt_len() + submission.sampling.max_tokens;
-        let new = NewSeq {
-            seq,
-            tokens: prompt.tokens.clone(),
-            salt: PrefixSalt::new(&self.setup.kv_layout.model_fingerprint, b"", &prompt.cache_salt),
-            max_len: max_len.min(self.setup.max_seq_len),
-            priority: submission.priority,
-            kind: match submission.work {
-                Work::Decode => SeqKind::Receive,
-                Work::Prefill(_) => SeqKind::Send,
-            },
-            // Prefixes are not pulled back from ranks here: every prefill computes what its own cache lacks.
-            remote_len: 0,
+    async fn wait(&mut self) -> Result<(), EngineFailure> {
+        self.look();
+        let tick = if self.core.sched().is_idle() { IDLE_TICK } else { TICK };
+        let heard = tokio::select! {
+            biased;
+            heard = self.intake.next() => heard,
+            () = sleep(tick) => None,
         };
-        self.sched.submit(new).map_err(|refused| match refused {
-            Refused::QueueFull { n_waiting, max_waiting, .. } => {
-                WorkerError::QueueFull { queue: "the waiting queue", len: n_waiting, max: max_waiting }
-            }
-            Refused::TooLarge { need, have } => WorkerError::TooLarge { need, have },
-            refused => WorkerError::Invalid(refused.to_string()),
-        })
+        // A process that stands still takes nothing in.
+        self.net.thawed(self.node).await;
+        heard.map_or(Ok(()), |heard| self.take(heard))
     }
 
-    /// Ends sequences whose listener has gone, and hand-offs that stand still.
-    fn reap(&mut self) -> Result<(), EngineFailure> {
-        let gone: Vec<_> =
-            self.live.iter().filter(|(_, live)| live.events.is_closed()).map(|(&seq, _)| seq).collect();
-        for seq in gone {
-            self.abort(seq, WorkerError::Cancelled)?;
-        }
-        let now = Instant::now();
-        self.unused.retain(|outbound| outbound.deadline > now);
-        let inbound = self.inbound.values().filter(|i| i.deadline <= now).map(|i| i.seq);
-        let outbound = self.outbound.iter().filter(|(_, o)| o.deadline <= now).map(|(&seq, _)| seq);
-        let overdue: Vec<_> = inbound.chain(outbound).collect();
-        for seq in overdue {
-            self.setup.journal.count("hand-off stood still");
-            self.abort(seq, WorkerError::Aborted("the hand-off stood still".to_owned()))?;
+    fn take(&mut self, heard: Heard<FollowerEvent>) -> Result<(), EngineFailure> {
+        match heard {
+            Heard::Input(input) => self.core.take(input, &mut self.rank)?,
+            Heard::Follower(rank, message) => {
+                self.core.follower(rank, message.map_err(|_| EngineFailure::Link(rank))?)?;
+            }
         }
         Ok(())
     }
 
     async fn step(&mut self, plan: StepPlan) -> Result<(), EngineFailure> {
-        let prefixes = plan.seqs.iter().map(|step| self.prefixes(step.seq)).collect();
-        let order = Order { plan, prefixes };
-        self.broadcast(&LeaderMessage::Plan(order.clone()))?;
-        let mut sums = self.rank.step(&order);
-        sleep(self.setup.step_time).await;
-        self.setup.net.thawed(self.setup.node).await;
-        self.collect(&order, &mut sums).await?;
-        let plan = &order.plan;
-        let sampling = plan.seqs.iter().filter(|step| step.n_logits > 0);
-        let tokens: Vec<_> = sampling
-            .zip(sums)
-            .filter(|(step, _)| self.live.contains_key(&step.seq))
-            .map(|(step, sum)| (step.seq, model::token_of(sum)))
-            .collect();
-        let sampled = tokens.iter().map(|&(seq, token)| Sampled { seq, tokens: vec![token] }).collect();
-        self.sched
-            .complete(&StepOutcome { step: plan.step, sampled })
-            .map_err(|error| EngineFailure::Sched(error.to_string()))?;
-        for step in &plan.seqs {
-            if let Some(outbound) = self.outbound.get_mut(&step.seq) {
-                outbound.advance(step.seq_len());
-            }
+        let tokens = |seq| self.core.sched().tokens(seq).unwrap_or_default();
+        let prefixes = plan.seqs.iter().map(|step| model::prefixes(tokens(step.seq))).collect();
+        let step = Arc::new(Step { plan, prefixes });
+        self.followers.tell(&Word::Step(Arc::clone(&step)))?;
+        let mut sums = self.rank.step(&step);
+        for layer in 0..N_LAYERS {
+            self.core.on_layer(&step.plan, layer, &self.rank);
+            sleep(self.step_time / N_LAYERS as u32).await;
+            self.net.thawed(self.node).await;
         }
-        for (seq, token) in tokens {
-            self.emit(seq, token);
-        }
-        self.pump();
-        self.handle_events()?;
-        self.n_steps += 1;
-        self.audit(self.n_steps.is_multiple_of(4));
-        self.publish();
+        self.collect(step.plan.step, &mut sums).await?;
+        let mut logits: Vec<_> = sums.into_iter().flat_map(model::logits).collect();
+        self.core.complete(&step.plan, &mut logits, &self.rank)?;
+        self.look();
         Ok(())
     }
 
-    /// The collective of a step: adds the sums of the other ranks. What else arrives meanwhile waits.
-    async fn collect(&mut self, order: &Order, sums: &mut [u64]) -> Result<(), EngineFailure> {
-        let deadline = Instant::now() + self.setup.watchdog;
-        let mut n_missing = self.followers.len();
-        while n_missing > 0 {
-            let Ok(input) = timeout_at(deadline, self.inputs.recv()).await else {
-                self.setup.journal.count("watchdog ended an epoch");
+    /// The collective of a step: adds the sums of the other ranks.
+    async fn collect(&mut self, step: StepId, sums: &mut [u64]) -> Result<(), EngineFailure> {
+        let deadline = Instant::now() + self.watchdog;
+        for _ in 0..self.followers.0.len() {
+            let Ok(part) = timeout_at(deadline, self.parts.recv()).await else {
+                self.journal.count("watchdog ended an epoch");
                 return Err(EngineFailure::Watchdog);
             };
-            match input.ok_or(EngineFailure::Stopped)? {
-                Input::Follower(_, Ok(FollowerMessage::Done { step, sums: theirs })) => {
-                    if step != order.plan.step || theirs.len() != sums.len() {
-                        self.setup.journal.violation(format!("{}: ranks are out of step", self.setup.name));
-                    }
-                    sums.iter_mut().zip(theirs).for_each(|(sum, more)| *sum = sum.wrapping_add(more));
-                    n_missing -= 1;
-                }
-                Input::Follower(rank, Err(_)) => return Err(EngineFailure::Link(rank)),
-                other => self.deferred.push_back(other),
+            let (rank, part) = part.ok_or(EngineFailure::Stopped)?;
+            let (of, theirs) = part.map_err(|_| EngineFailure::Link(rank))?;
+            if of != step || theirs.len() != sums.len() {
+                self.journal.violation(format!("{}: ranks are out of step", self.name));
             }
+            sums.iter_mut().zip(theirs).for_each(|(sum, more)| *sum = sum.wrapping_add(more));
         }
         Ok(())
     }
 
-    fn prefixes(&mut self, seq: SeqId) -> Arc<[u64]> {
-        let (Some(live), Some(tokens)) = (self.live.get_mut(&seq), self.sched.tokens(seq)) else {
-            self.setup.journal.violation(format!("{}: a step has unknown sequence {seq}", self.setup.name));
-            return Arc::default();
-        };
-        model::extend_prefixes(&mut live.prefixes, tokens);
-        live.prefixes.clone().into()
-    }
-
-    /// A token of this engine: to the listener, and perhaps the end.
-    fn emit(&mut self, seq: SeqId, token: TokenId) {
-        let Some(live) = self.live.get_mut(&seq) else { return };
-        let token = OutputToken { output_idx: live.output_len, token, logprobs: None };
-        let finish = live.push(token.token, self.setup.max_seq_len);
-        match live.work {
-            Work::Decode => {
-                live.send(Ok(EngineEvent::Token(token)));
-                if let Some(reason) = finish {
-                    self.finish(seq, EngineEvent::Finish(reason));
-                }
-            }
-            Work::Prefill(_) => {
-                let cached_len = live.cached_len;
-                let event = EngineEvent::FirstToken(FirstToken { token: token.clone(), finish, cached_len });
-                if finish.is_some() {
-                    self.unused.extend(self.outbound.remove(&seq));
-                    self.finish(seq, event);
-                } else {
-                    live.send(Ok(event));
-                    let prompt_hash = live.prompt_hash;
-                    if let Some(outbound) = self.outbound.get_mut(&seq) {
-                        outbound.commit(prompt_hash, &token);
-                    }
-                }
-            }
-        }
-    }
-
-    fn finish(&mut self, seq: SeqId, last: EngineEvent) {
-        if let Some(live) = self.live.remove(&seq) {
-            live.send(Ok(last));
-        }
-        self.sched.finish(seq);
-    }
-
-    /// Ends a sequence wherever it is, on every rank.
-    fn abort(&mut self, seq: SeqId, error: WorkerError) -> Result<(), EngineFailure> {
-        if let Some(live) = self.live.remove(&seq) {
-            live.send(Err(error));
-        }
-        self.outbound.remove(&seq);
-        let handoff = self.inbound.iter().find(|(_, inbound)| inbound.seq == seq).map(|(&id, _)| id);
-        if let Some(handoff) = handoff {
-            self.inbound.remove(&handoff);
-            self.rank.forget(handoff);
-            self.broadcast(&LeaderMessage::Drop(handoff))?;
-        }
-        self.sched.abort(seq);
-        Ok(())
-    }
-
-    fn handle_events(&mut self) -> Result<(), EngineFailure> {
-        for event in self.sched.take_events() {
-            match event {
-                Event::Reserved { seq, cached_len, mode, blocks } => {
-                    let here = self.live.get(&seq).is_some_and(|live| matches!(live.work, Work::Prefill(_)));
-                    self.setup.journal.count(match (mode, here) {
-                        (_, true) => "prompt at a prefill worker",
-                        (Mode::Receive, false) => "hand-off reserved",
-                        (Mode::Local | Mode::Pull, false) => "prompt computed by its decode group",
-                    });
-                    self.setup.journal.count_n("prompt tokens found in a cache", cached_len as u64);
-                    self.reserved(seq, cached_len, mode, blocks)?;
-                }
-                Event::Ended { seq, end: End::OutOfBlocks } => {
-                    self.setup.journal.violation(format!("{}: sequence {seq} had no room", self.setup.name));
-                }
-                Event::Preempted { .. } => self.setup.journal.count("sequence preempted"),
-                Event::Resumed { .. }
-                | Event::Sampled { .. }
-                | Event::Sending { .. }
-                | Event::Ended { .. } => {}
-            }
-        }
-        Ok(())
-    }
-
-    fn reserved(
-        &mut self,
-        seq: SeqId,
-        cached_len: usize,
-        mode: Mode,
-        blocks: std::ops::Range<usize>,
-    ) -> Result<(), EngineFailure> {
-        let Some(live) = self.live.get_mut(&seq) else { return Ok(()) };
-        live.cached_len = cached_len;
-        if let Work::Prefill(reservation) = &live.work {
-            let reservation = reservation.clone();
-            return self.open_lanes(seq, cached_len, &reservation);
-        }
-        let reservation = Reservation {
-            handoff: HandoffId((u128::from(self.setup.nonce) << 64) | u128::from(seq.0)),
-            epoch: self.sched.epoch(),
-            cached_len,
-            prefilled_here: mode == Mode::Local,
-            layout: self.setup.kv_layout.clone(),
-            blocks,
-            dcp_size: self.setup.dcp.dcp_size(),
-            ranks: self.setup.targets.clone(),
-        };
-        if mode == Mode::Local {
-            live.send(Ok(EngineEvent::Reserved(reservation)));
-            return Ok(());
-        }
-        self.expect(seq, reservation)
-    }
-
-    pub(crate) fn broadcast(&self, message: &LeaderMessage) -> Result<(), EngineFailure> {
-        for (idx, follower) in self.followers.iter().enumerate() {
-            follower.try_send(message.clone()).map_err(|_| EngineFailure::Link(idx + 1))?;
-        }
-        Ok(())
-    }
-
-    fn audit(&self, now: bool) {
-        if now && let Err(error) = self.sched.audit() {
-            self.setup.journal.violation(format!("{}: {error}", self.setup.name));
-        }
-    }
-
-    fn publish(&self) {
-        self.rank_face.show(Some(self.sched.epoch()), self.rank.n_receiving());
-        let n_handoffs = self.inbound.len() + self.outbound.len() + self.rank.n_receiving();
-        let (config, stats) = (self.sched.config(), self.sched.stats());
+    /// Holds the engine against what must be, and shows it.
+    fn look(&mut self) {
+        let (core, journal) = (&self.core, &self.journal);
+        self.rank_face.show(Some(core.sched().epoch()), core.receiver().len());
+        self.seen.look_at(core.receiver(), journal);
+        let (sched, stats) = (core.sched(), core.sched().stats());
+        let (now, before) = (stats.totals, self.seen.totals);
+        journal.count_n("sequence preempted", now.preemptions - before.preemptions);
+        journal.count_n("prefix pulled", now.pulls - before.pulls);
+        journal.count_n("pull failed, prefix computed", now.pull_fallbacks - before.pull_fallbacks);
+        self.seen.totals = now;
         // Those that were preempted wait as well, beyond what may come in.
-        if stats.n_waiting > config.max_waiting + config.max_seqs {
-            self.setup.journal.violation(format!("{}: the queue has no bound: {stats:?}", self.setup.name));
+        if stats.n_waiting > sched.config().max_waiting + sched.config().max_seqs {
+            journal.violation(format!("{}: the queue has no bound: {stats:?}", self.name));
         }
-        self.handle.face.show(EngineInfo {
-            epoch: self.sched.epoch(),
-            stats,
-            n_handoffs,
-            n_live: self.live.len(),
-        });
-        if self.sched.is_idle() {
-            self.audit(true);
+        if sched.is_idle() && core.n_live() > 0 {
+            journal.violation(format!("{}: {} sequences live nowhere", self.name, core.n_live()));
+        }
+        if (sched.is_idle() || now.steps.is_multiple_of(4))
+            && let Err(error) = sched.audit()
+        {
+            journal.violation(format!("{}: {error}", self.name));
+        }
+    }
+}
+
+/// Sorts what a follower says, its loss included.
+pub(crate) async fn listen(
+    rank: usize,
+    mut replies: mpsc::Receiver<Result<Reply, Broken>>,
+    (words, parts): (mpsc::Sender<(usize, FollowerEvent)>, mpsc::Sender<Part>),
+) {
+    loop {
+        let sent = match replies.recv().await {
+            Some(Ok(Reply::Told(message))) => words.send((rank, Ok(message))).await.is_ok(),
+            Some(Ok(Reply::Sums(step, sums))) => parts.send((rank, Ok((step, sums)))).await.is_ok(),
+            Some(Ok(Reply::Joined)) => true,
+            Some(Err(_)) | None => {
+                let _engine_gone = words.send((rank, Err(Broken))).await;
+                let _engine_gone = parts.send((rank, Err(Broken))).await;
+                return;
+            }
+        };
+        if !sent {
+            return;
         }
     }
 }

@@ -1,15 +1,22 @@
 //! The whole cluster in one thread, on simulated time and a simulated network: one seed, one history.
 //!
-//! What is simulated is the product: the router's dispatch, routing, health and discovery, the scheduler, the KV
-//! manager and the coverage of hand-offs, registration, epochs, watches and views. What stands in for the rest is kept
-//! small: a network ([`net`]), the calls that are gRPC in the product ([`dial`], [`lane`]), the store's far end
-//! ([`store`]), an engine's loop without its thread ([`engine`]) and a model whose next token is a function of KV cells
-//! ([`model`]).
+//! What runs is the product: the router's dispatch, routing, health and discovery; an engine's [`Core`], which takes
+//! requests in, plans, samples, sends and receives KV, pulls it and gives it up; its handle, lanes, doors and follower;
+//! the scheduler and the KV manager below; registration, epochs, watches and views. A worker's thread and the simulation
+//! drive the same core by the same calls, so there is no second engine whose virtues would be proved instead.
+//!
+//! What stands in is kept small: a network ([`net`]) and KV that travels over it ([`lane`]), the calls to workers that
+//! are gRPC in the product ([`dial`]), the store's far end ([`store`]), the time that a step takes and the collective in
+//! it ([`engine`]), the life of a group from epoch to epoch ([`worker`]), and a model whose next token is a function of
+//! KV cells ([`model`], [`rank`]).
 //!
 //! A run brings a cluster up, lets clients ask and faults happen, lets everything heal, and then holds what was said and
 //! what is left against what must be: see [`client`] and [`world`]. The same seed gives the same event log, to the byte.
 //!
-//! Real sockets and processes are not here: that is what tests with processes are for. Nor is text, or the bytes of gRPC.
+//! Real sockets, threads and processes are not here: that is what tests with processes are for. Nor is text, or the bytes
+//! of gRPC.
+//!
+//! [`Core`]: longreach_engine::core::Core
 
 mod client;
 mod dial;

@@ -19,17 +19,11 @@ pub(crate) const EOS: TokenId = TokenId(0);
 
 /// Hashes of all prefixes of a sequence: entry `p` covers the tokens up to position `p`.
 pub(crate) fn prefixes(tokens: &[TokenId]) -> Vec<u64> {
-    let mut hashes = Vec::with_capacity(tokens.len());
-    extend_prefixes(&mut hashes, tokens);
-    hashes
-}
-
-/// Brings `hashes` up to the length of `tokens`.
-pub(crate) fn extend_prefixes(hashes: &mut Vec<u64>, tokens: &[TokenId]) {
-    for token in &tokens[hashes.len()..] {
-        let before = hashes.last().copied().unwrap_or(1);
-        hashes.push(mix(before ^ u64::from(token.0).rotate_left(32)));
-    }
+    let chain = tokens.iter().scan(1, |before, token| {
+        *before = mix(*before ^ u64::from(token.0).rotate_left(32));
+        Some(*before)
+    });
+    chain.collect()
 }
 
 /// The cell of `layer` at `pos`, where the prefix up to there has hash `prefix`.
@@ -47,19 +41,17 @@ pub(crate) const fn token_of(sum: u64) -> TokenId {
     TokenId((mix(sum) % VOCAB_SIZE as u64) as u32)
 }
 
+/// The logits of a row with this sum: one token is possible. So the product's sampler is at work, whatever its noise.
+pub(crate) fn logits(sum: u64) -> [f32; VOCAB_SIZE] {
+    let mut row = [f32::NEG_INFINITY; VOCAB_SIZE];
+    row[token_of(sum).0 as usize] = 0.0;
+    row
+}
+
 /// The token that follows `tokens`, with nothing in between that could go wrong.
 pub(crate) fn next_token(tokens: &[TokenId]) -> TokenId {
     let sum = prefixes(tokens).into_iter().enumerate().flat_map(|(pos, prefix)| {
         (0..N_LAYERS).map(move |layer| weight(cell(prefix, layer, pos), layer, pos))
     });
     token_of(sum.fold(0, u64::wrapping_add))
-}
-
-/// First and second word of a digest of token ids, as both sides of a hand-off compare it.
-pub(crate) fn prompt_hash(tokens: &[TokenId]) -> [u8; 16] {
-    let last = prefixes(tokens).last().copied().unwrap_or(0);
-    let mut hash = [0; 16];
-    hash[..8].copy_from_slice(&last.to_le_bytes());
-    hash[8..].copy_from_slice(&mix(last).to_le_bytes());
-    hash
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use longreach_kv::{KvConfig, KvManager};
 use longreach_proto::worker::KvLayout;
 use longreach_router::{RecoveryConfig, WorkerConfig};
-use longreach_sched::SchedConfig;
+use longreach_sched::{ReuseCosts, SchedConfig};
 use longreach_types::{DcpLayout, KvDtype};
 
 use crate::{lane::Mangling, model::N_LAYERS, net::NetConfig, rng::Rng};
@@ -56,6 +56,8 @@ pub(crate) struct Shape {
     pub(crate) handoff_timeout: Duration,
     pub(crate) watchdog: Duration,
     pub(crate) lease_ttl: Duration,
+    /// How long a pull may take at least.
+    pub(crate) min_pull_patience: Duration,
 }
 
 impl Scenario {
@@ -127,6 +129,7 @@ impl Shape {
             handoff_timeout: millis(rng.pick(&[2_000, 10_000])),
             watchdog: millis(rng.pick(&[1_000, 5_000])),
             lease_ttl: millis(rng.pick(&[5_000, 10_000, 30_000])),
+            min_pull_patience: millis(rng.pick(&[20, 200, 2_000])),
         }
     }
 
@@ -161,6 +164,11 @@ impl Shape {
             max_waiting: self.max_waiting,
             max_waiting_tokens: 1 << 20,
             local_prefill_max: self.local_prefill_max,
+            reuse: ReuseCosts {
+                kv_token_bytes: N_LAYERS * 8,
+                min_pull_patience: self.min_pull_patience,
+                ..ReuseCosts::default()
+            },
             ..SchedConfig::default()
         }
     }

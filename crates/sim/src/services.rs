@@ -6,11 +6,10 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use longreach_proto::WorkerError;
-use longreach_types::{DcpLayout, Epoch};
-use tokio::{sync::mpsc, time::Instant};
+use longreach_engine::{EngineHandle, EngineInfo, KvDoor, KvInlet};
+use tokio::time::Instant;
 
-use crate::{engine::EngineHandle, journal::Journal, net::NodeId, rank::Delivery};
+use crate::{journal::Journal, net::NodeId};
 
 /// All services of the cluster. Clones share them.
 #[derive(Clone)]
@@ -22,27 +21,11 @@ pub(crate) struct Services {
 #[derive(Default)]
 struct Shared {
     engines: BTreeMap<String, (NodeId, Option<EngineHandle>)>,
-    ranks: BTreeMap<String, (NodeId, Option<Door>)>,
+    ranks: BTreeMap<String, (NodeId, KvDoor)>,
     n_to_spoil: usize,
     harms: Vec<(Instant, &'static str)>,
     last_trouble: Option<Instant>,
     draining: BTreeSet<NodeId>,
-}
-
-/// One rank's door in one life of its group.
-#[derive(Clone)]
-pub(crate) struct Door {
-    pub(crate) epoch: Epoch,
-    pub(crate) layout: DcpLayout,
-    pub(crate) deliveries: mpsc::Sender<Delivery>,
-    pub(crate) journal: Journal,
-}
-
-impl Door {
-    pub(crate) async fn deliver(&self, delivery: Delivery) -> Result<(), WorkerError> {
-        let sent = self.deliveries.send(delivery).await;
-        sent.map_err(|_| WorkerError::Unavailable("the rank has stopped"))
-    }
 }
 
 impl Services {
@@ -65,16 +48,27 @@ impl Services {
         self.shared().engines.get(endpoint).and_then(|(_, engine)| engine.clone())
     }
 
-    pub(crate) fn set_door(&self, endpoint: &str, node: NodeId, door: Option<Door>) {
-        self.shared().ranks.insert(endpoint.to_owned(), (node, door));
+    /// What the engine behind an address shows of itself.
+    pub(crate) fn engine_info(&self, endpoint: &str) -> Option<EngineInfo> {
+        self.engine(endpoint).map(|engine| engine.info())
+    }
+
+    /// Opens the door of a rank, or closes it.
+    pub(crate) fn set_door(&self, endpoint: &str, node: NodeId, inlet: Option<KvInlet>) {
+        let mut shared = self.shared();
+        let (_, door) = shared.ranks.entry(endpoint.to_owned()).or_insert((node, KvDoor::default()));
+        match inlet {
+            Some(inlet) => door.open(inlet),
+            None => door.close(),
+        }
     }
 
     pub(crate) fn rank_node(&self, endpoint: &str) -> Option<NodeId> {
         self.shared().ranks.get(endpoint).map(|(node, _)| *node)
     }
 
-    pub(crate) fn door(&self, endpoint: &str) -> Option<Door> {
-        self.shared().ranks.get(endpoint).and_then(|(_, door)| door.clone())
+    pub(crate) fn door(&self, endpoint: &str) -> Option<KvDoor> {
+        self.shared().ranks.get(endpoint).map(|(_, door)| door.clone())
     }
 
     /// Takes note of something that may cost a request an attempt.

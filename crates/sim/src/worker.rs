@@ -10,23 +10,28 @@ use longreach_cluster::{
     Backoff, DecodeRegistration, EpochRecord, GroupId, Key, KeySpace, PrefillRegistration, ReadyRecord,
     Record, RegistrationSpec, RegistrationState, publish_ready, raise_epoch, register, withdraw_ready,
 };
+use longreach_engine::{
+    EngineHandle, KvInlet,
+    core::{Core, CoreParts, EngineSetup},
+    follower::{FollowerCore, Obeyed},
+    inlet::{Deliveries, InletIdentity},
+};
 use longreach_proto::worker::RankTarget;
 use longreach_sched::Scheduler;
-use longreach_types::{Epoch, GroupSecret, Incarnation, WorkerId};
+use longreach_types::{Epoch, GroupSecret, GroupShape, Incarnation, WorkerId};
 use tokio::{
+    runtime::Handle,
     sync::{mpsc, watch},
     time::{Instant, sleep, timeout},
 };
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
-    engine::{
-        Engine, EngineFace, EngineHandle, EngineSetup, FollowerEvent, FollowerMessage, Input, LeaderMessage,
-    },
-    lane::LaneContext,
+    engine::{Engine, FollowerEvent, Followers, Part, Reply, Seen, Word, listen},
+    lane::SimTransport,
+    model::{EOS, VOCAB_SIZE},
     net::{Broken, Death, NodeId},
-    rank::{Delivery, HandoffEnd, Rank, RankFace},
-    services::Door,
+    rank::{Rank, RankFace, kv_shape},
     store::SimStore,
     world::World,
 };
@@ -34,8 +39,8 @@ use crate::{
 /// Orders on their way to a follower beyond which it is taken for lost.
 const ORDERS_LEN: usize = 1024;
 
-/// Chunks that may wait for a rank.
-const DELIVERIES_LEN: usize = 32;
+/// Submissions that may wait for an engine.
+const INTAKE_LEN: usize = 256;
 
 /// How long a process that leaves goes on taking work.
 const NOTICE: Duration = Duration::from_millis(500);
@@ -59,14 +64,13 @@ pub(crate) struct Group {
     pub(crate) sessions: Arc<Vec<mpsc::Sender<Session>>>,
     pub(crate) inboxes: Arc<Vec<tokio::sync::Mutex<mpsc::Receiver<Session>>>>,
     pub(crate) rank_faces: Vec<RankFace>,
-    pub(crate) engine_face: EngineFace,
 }
 
 /// A follower's link to its leader for one epoch.
 pub(crate) struct Session {
     epoch: Epoch,
-    orders: mpsc::Receiver<Result<LeaderMessage, Broken>>,
-    replies: mpsc::Sender<FollowerMessage>,
+    orders: mpsc::Receiver<Result<Word, Broken>>,
+    replies: mpsc::Sender<Reply>,
 }
 
 /// One prefill worker.
@@ -75,7 +79,27 @@ pub(crate) struct Prefill {
     pub(crate) idx: usize,
     pub(crate) id: WorkerId,
     pub(crate) node: NodeId,
-    pub(crate) engine_face: EngineFace,
+}
+
+/// What a rank of a worker needs to run an engine for one life.
+struct Life {
+    name: String,
+    node: NodeId,
+    epoch: Epoch,
+    n_ranks: usize,
+    nonce: u64,
+    targets: Vec<RankTarget>,
+    rank_face: RankFace,
+    deliveries: Deliveries,
+    followers: Followers,
+    words: mpsc::Receiver<(usize, FollowerEvent)>,
+    parts: mpsc::Receiver<Part>,
+}
+
+impl Prefill {
+    pub(crate) fn endpoint(&self) -> String {
+        format!("http://{}", self.id)
+    }
 }
 
 impl Group {
@@ -83,7 +107,7 @@ impl Group {
         format!("http://{}", self.id)
     }
 
-    fn rank_endpoint(&self, rank: usize) -> String {
+    pub(crate) fn rank_endpoint(&self, rank: usize) -> String {
         format!("http://{}-{rank}", self.id)
     }
 
@@ -138,17 +162,29 @@ impl World {
     }
 
     async fn run_prefill(self: Arc<Self>, prefill: Prefill) {
-        let Prefill { idx, id, node, engine_face } = prefill;
-        let endpoint = format!("http://{id}");
+        let endpoint = prefill.endpoint();
+        let Prefill { idx, id, node } = prefill;
         let (value_id, value_endpoint) = (id.clone(), endpoint.clone());
         let value = move |incarnation| {
             let (id, endpoint) = (value_id.clone(), value_endpoint.clone());
             PrefillRegistration { id, incarnation, endpoint, layout_hash: "layout".to_owned() }.encode()
         };
         let _state = self.enlist(node, &Key::Prefill(id.clone()), value);
-        let name = id.0;
-        let life = (name, node, engine_face, RankFace::default());
-        let (engine, handle) = self.engine(life, (1, Epoch(0)), Vec::new(), (idx as u64 + 1) << 40);
+        // Nobody pushes KV to a prefill worker, and it has no followers.
+        let (_, deliveries) = self.inlet(0, 1, Epoch(0));
+        let (engine, handle) = self.engine(Life {
+            name: id.0,
+            node,
+            epoch: Epoch(0),
+            n_ranks: 1,
+            nonce: (idx as u64 + 1) << 40,
+            targets: Vec::new(),
+            rank_face: RankFace::default(),
+            deliveries,
+            followers: Followers::default(),
+            words: mpsc::channel(1).1,
+            parts: mpsc::channel(1).1,
+        });
         self.services.set_engine(&endpoint, node, Some(handle));
         let failure = engine.run().await;
         self.journal.violation(format!("a prefill engine failed: {failure}"));
@@ -162,68 +198,80 @@ impl World {
         sleep(NOTICE).await;
         self.services.set_draining(node, true);
         let cut_off = Instant::now() + grace;
-        let faces = || {
-            let groups = self.groups.iter().filter(|group| group.nodes[0] == node).map(|g| &g.engine_face);
-            groups.chain(self.prefills.iter().filter(|prefill| prefill.node == node).map(|p| &p.engine_face))
+        let is_idle = || {
+            let groups = self.groups.iter().filter(|group| group.nodes[0] == node).map(Group::endpoint);
+            let prefills = self.prefills.iter().filter(|p| p.node == node).map(Prefill::endpoint);
+            let mut engines = groups.chain(prefills).filter_map(|e| self.services.engine_info(&e));
+            engines.all(|info| info.is_idle())
         };
-        while Instant::now() < cut_off && !faces().all(|face| face.info().is_idle()) {
+        while Instant::now() < cut_off && !is_idle() {
             sleep(Duration::from_millis(20)).await;
         }
-        let finished = faces().all(|face| face.info().is_idle());
+        let finished = is_idle();
         self.kill_worker(node, Death::Killed);
         finished
     }
 
-    /// An engine over empty pools.
-    fn engine(
-        &self,
-        (name, node, face, rank_face): (String, NodeId, EngineFace, RankFace),
-        (n_ranks, epoch): (usize, Epoch),
-        targets: Vec<RankTarget>,
-        nonce: u64,
-    ) -> (Engine, EngineHandle) {
+    /// The door of a rank for one life.
+    fn inlet(&self, rank: usize, n_ranks: usize, epoch: Epoch) -> (KvInlet, Deliveries) {
         let shape = &self.scenario.shape;
-        let (handle, inputs) = EngineHandle::new(face);
+        let kv = kv_shape(shape.dcp(n_ranks), rank, shape.n_decode_blocks);
+        let cell_bytes = kv.cell_bytes(kv.n_kv_heads);
+        KvInlet::new(InletIdentity { rank, epoch, layout: shape.kv_layout(), cell_bytes })
+    }
+
+    /// An engine over empty pools.
+    fn engine(&self, life: Life) -> (Engine, EngineHandle) {
+        let shape = &self.scenario.shape;
+        let Life { name, node, epoch, n_ranks, followers, .. } = life;
         let dcp = shape.dcp(n_ranks);
-        let n_blocks = if targets.is_empty() { shape.n_prefill_blocks } else { shape.n_decode_blocks };
+        let n_blocks = if life.targets.is_empty() { shape.n_prefill_blocks } else { shape.n_decode_blocks };
         let sched = Scheduler::new(shape.sched(), shape.kv(dcp, n_blocks), epoch);
-        let setup = EngineSetup {
-            name: name.clone(),
-            node,
-            net: self.net.clone(),
-            journal: self.journal.clone(),
-            kv_layout: shape.kv_layout(),
-            dcp,
-            targets,
-            max_seq_len: shape.max_seq_len,
-            handoff_timeout: shape.handoff_timeout,
-            watchdog: shape.watchdog,
-            nonce,
-            step_time: shape.step_time,
-            lanes: LaneContext {
+        let rank = Rank::new(name.clone(), kv_shape(dcp, 0, n_blocks), epoch, self.journal.clone());
+        let orders = followers.clone();
+        let (core, intake, handle) = Core::new(CoreParts {
+            setup: EngineSetup {
+                layout: shape.kv_layout(),
+                dcp,
+                shape: GroupShape::new(n_ranks, n_ranks).expect("every rank has positions of its own"),
+                targets: life.targets,
+                eos: vec![EOS],
+                vocab_size: VOCAB_SIZE,
+                max_seq_len: shape.max_seq_len,
+                handoff_timeout: shape.handoff_timeout,
+                max_chunk_bytes: shape.chunk_len * rank.cell_bytes(),
+                nonce: life.nonce,
+                intake_len: INTAKE_LEN,
+            },
+            sched: sched.expect("scenarios have limits that fit together"),
+            orders: Box::new(move |order| orders.order(order)),
+            transport: Arc::new(SimTransport {
                 net: self.net.clone(),
                 node,
                 services: self.services.clone(),
-                reports: handle.inputs(),
                 mangling: self.scenario.mangling,
-                chunk_len: shape.chunk_len,
                 seed: self.scenario.seed,
-            },
-        };
+            }),
+            tasks: TaskTracker::new(),
+            runtime: Handle::current(),
+            deliveries: life.deliveries,
+            followers: life.words,
+        });
         let engine = Engine {
-            rank: Rank::new((name, 0), dcp, n_blocks, epoch, self.journal.clone()),
-            rank_face,
-            sched: sched.expect("scenarios have limits that fit together"),
-            followers: Vec::new(),
-            inputs,
-            handle: handle.clone(),
-            deferred: Default::default(),
-            live: Default::default(),
-            inbound: Default::default(),
-            outbound: Default::default(),
-            unused: Vec::new(),
-            n_steps: 0,
-            setup,
+            name,
+            node,
+            net: self.net.clone(),
+            journal: self.journal.clone(),
+            step_time: shape.step_time,
+            watchdog: shape.watchdog,
+            core,
+            intake,
+            rank,
+            rank_face: life.rank_face,
+            followers,
+            parts: life.parts,
+            seen: Seen::default(),
+            _handle: handle.clone(),
         };
         (engine, handle)
     }
@@ -241,7 +289,7 @@ impl World {
         loop {
             self.net.thawed(node).await;
             if let Some((engine, handle)) = self.form(&group, &mut seen).await {
-                let epoch = engine.sched.epoch();
+                let epoch = engine.epoch();
                 self.journal.note(format_args!("{} forms epoch {epoch}", group.id));
                 self.journal.count("epoch formed");
                 self.services.set_engine(&endpoint, node, Some(handle));
@@ -251,7 +299,6 @@ impl World {
                 self.services.set_door(&group.rank_endpoint(0), node, None);
                 epoch_in.send_replace(None);
                 group.rank_faces[0].show(None, 0);
-                group.engine_face.show(Default::default());
                 self.journal.count("epoch ended by a failure");
                 self.journal.note(format_args!("{} ends epoch {epoch}: {failure}", group.id));
                 let store = self.store(node);
@@ -332,24 +379,34 @@ impl World {
             endpoint: group.rank_endpoint(rank),
             kv_heads: 0..1,
         });
-        let life =
-            (group.rank_name(0), group.nodes[0], group.engine_face.clone(), group.rank_faces[0].clone());
-        let nonce = ((group.idx as u64 + 1) << 32) | epoch.0;
-        let (mut engine, handle) = self.engine(life, (group.nodes.len(), epoch), targets.collect(), nonce);
-        for rank in 1..group.nodes.len() {
+        let n_ranks = group.nodes.len();
+        let (words_in, words) = mpsc::channel(ORDERS_LEN);
+        let (parts_in, parts) = mpsc::channel(ORDERS_LEN);
+        let mut followers = Followers::default();
+        for rank in 1..n_ranks {
             let joined = timeout(JOIN_TIMEOUT, self.call_follower(group, rank, epoch)).await;
             let Ok(Some((orders, replies))) = joined else {
                 self.journal.note(format_args!("{} cannot form: rank {rank} does not join", group.id));
                 return None;
             };
-            engine.followers.push(orders);
-            let inputs = handle.inputs();
-            self.net.spawn_on(group.nodes[0], listen(rank, replies, inputs));
+            followers.0.push(orders);
+            self.net.spawn_on(group.nodes[0], listen(rank, replies, (words_in.clone(), parts_in.clone())));
         }
-        let deliveries = deliveries_to(&self.net, group.nodes[0], handle.inputs());
-        let journal = self.journal.clone();
-        let door = Door { epoch, layout: self.scenario.shape.dcp(group.nodes.len()), deliveries, journal };
-        self.services.set_door(&group.rank_endpoint(0), group.nodes[0], Some(door));
+        let (inlet, deliveries) = self.inlet(0, n_ranks, epoch);
+        let (engine, handle) = self.engine(Life {
+            name: group.rank_name(0),
+            node: group.nodes[0],
+            epoch,
+            n_ranks,
+            nonce: ((group.idx as u64 + 1) << 32) | epoch.0,
+            targets: targets.collect(),
+            rank_face: group.rank_faces[0].clone(),
+            deliveries,
+            followers,
+            words,
+            parts,
+        });
+        self.services.set_door(&group.rank_endpoint(0), group.nodes[0], Some(inlet));
         Some((engine, handle))
     }
 
@@ -359,7 +416,7 @@ impl World {
         group: &Group,
         rank: usize,
         epoch: Epoch,
-    ) -> Option<(mpsc::Sender<LeaderMessage>, mpsc::Receiver<Result<FollowerMessage, Broken>>)> {
+    ) -> Option<(mpsc::Sender<Word>, mpsc::Receiver<Result<Reply, Broken>>)> {
         let conn = self.net.connect(group.nodes[0], group.nodes[rank]).await.ok()?;
         let (orders, orders_out) = mpsc::channel(ORDERS_LEN);
         let (replies, replies_out) = mpsc::channel(ORDERS_LEN);
@@ -367,7 +424,7 @@ impl World {
         let mut replies = conn.carry(replies_out, || {});
         group.sessions[rank].try_send(session).ok()?;
         match replies.recv().await? {
-            Ok(FollowerMessage::Joined) => Some((orders, replies)),
+            Ok(Reply::Joined) => Some((orders, replies)),
             _ => None,
         }
     }
@@ -387,20 +444,21 @@ impl World {
             };
             let epoch = session.epoch;
             let node = group.nodes[rank];
-            let (deliveries_in, deliveries) = mpsc::channel(DELIVERIES_LEN);
-            let layout = self.scenario.shape.dcp(group.nodes.len());
-            let door = Door { epoch, layout, deliveries: deliveries_in, journal: self.journal.clone() };
-            self.services.set_door(&group.rank_endpoint(rank), node, Some(door));
-            let rank_state = Rank::new(
-                (group.rank_name(rank), rank),
-                layout,
-                self.scenario.shape.n_decode_blocks,
-                epoch,
-                self.journal.clone(),
-            );
+            let n_ranks = group.nodes.len();
+            let (inlet, deliveries) = self.inlet(rank, n_ranks, epoch);
+            self.services.set_door(&group.rank_endpoint(rank), node, Some(inlet));
+            let shape = &self.scenario.shape;
+            let kv = kv_shape(shape.dcp(n_ranks), rank, shape.n_decode_blocks);
             let face = group.rank_faces[rank].clone();
             face.show(Some(epoch), 0);
-            let follower = Follower { world: Arc::clone(&self), node, rank: rank_state, face: face.clone() };
+            let follower = Follower {
+                world: Arc::clone(&self),
+                node,
+                core: FollowerCore::new(rank, epoch),
+                rank: Rank::new(group.rank_name(rank), kv, epoch, self.journal.clone()),
+                face: face.clone(),
+                seen: Seen::default(),
+            };
             tokio::select! {
                 biased;
                 newer = inbox.recv() => next = newer,
@@ -416,15 +474,17 @@ impl World {
 struct Follower {
     world: Arc<World>,
     node: NodeId,
+    core: FollowerCore,
     rank: Rank,
     face: RankFace,
+    seen: Seen,
 }
 
 impl Follower {
     /// Runs until the leader says stop or the link ends.
-    async fn run(mut self, session: Session, mut deliveries: mpsc::Receiver<Delivery>) {
+    async fn run(mut self, session: Session, mut deliveries: Deliveries) {
         let Session { mut orders, replies, .. } = session;
-        if replies.send(FollowerMessage::Joined).await.is_err() {
+        if replies.send(Reply::Joined).await.is_err() {
             return;
         }
         loop {
@@ -434,18 +494,19 @@ impl Follower {
                 biased;
                 order = orders.recv() => {
                     self.world.net.thawed(self.node).await;
-                    match order {
-                        Some(Ok(LeaderMessage::Stop) | Err(Broken)) | None => return,
-                        Some(Ok(order)) => self.obey(order).await,
+                    let Some(Ok(word)) = order else { return };
+                    match self.obey(word).await {
+                        Some(reply) => reply,
+                        None => return,
                     }
                 }
                 Some(delivery) = deliveries.recv() => {
                     self.world.net.thawed(self.node).await;
-                    self.deliver(delivery)
+                    self.core.deliver(delivery, &mut self.rank).map(Reply::Told)
                 }
             };
-            let n_receiving = self.rank.n_receiving();
-            self.face.show(self.face.epoch(), n_receiving);
+            self.seen.look_at(self.core.receiver(), &self.world.journal);
+            self.face.show(self.face.epoch(), self.core.receiver().len());
             if let Some(reply) = reply
                 && replies.send(reply).await.is_err()
             {
@@ -454,62 +515,21 @@ impl Follower {
         }
     }
 
-    async fn obey(&mut self, order: LeaderMessage) -> Option<FollowerMessage> {
-        match order {
-            LeaderMessage::Plan(order) => {
-                let sums = self.rank.step(&order);
+    /// Does as it is told; `None` if that is to leave.
+    async fn obey(&mut self, word: Word) -> Option<Option<Reply>> {
+        match word {
+            Word::Step(step) => {
+                let sums = self.rank.step(&step);
                 sleep(self.world.scenario.shape.step_time).await;
-                Some(FollowerMessage::Done { step: order.plan.step, sums })
+                Some(Some(Reply::Sums(step.plan.step, sums)))
             }
-            LeaderMessage::Expect(expect) => {
-                self.rank.expect(&expect);
-                let (handoff, event) = (expect.handoff, FollowerEvent::Expected);
-                Some(FollowerMessage::Handoff { handoff, event })
-            }
-            LeaderMessage::Drop(handoff) => {
-                self.rank.forget(handoff);
-                None
-            }
-            LeaderMessage::Stop => None,
+            Word::Order(order) => match self.core.obey(order, &self.rank) {
+                Obeyed::Reply(message) => Some(Some(Reply::Told(message))),
+                Obeyed::Done => Some(None),
+                Obeyed::Run(_) | Obeyed::Leave => None,
+            },
         }
     }
-
-    fn deliver(&mut self, delivery: Delivery) -> Option<FollowerMessage> {
-        let HandoffEnd { handoff, result } = self.rank.deliver(delivery)?;
-        let event = match result {
-            Ok(_first_token_goes_to_rank_0) => FollowerEvent::Received,
-            Err(reason) => FollowerEvent::Refused(reason),
-        };
-        Some(FollowerMessage::Handoff { handoff, event })
-    }
-}
-
-/// Passes a follower's words on to the engine, its loss included.
-async fn listen(
-    rank: usize,
-    mut replies: mpsc::Receiver<Result<FollowerMessage, Broken>>,
-    inputs: mpsc::Sender<Input>,
-) {
-    while let Some(reply) = replies.recv().await {
-        let lost = reply.is_err();
-        if inputs.send(Input::Follower(rank, reply)).await.is_err() || lost {
-            return;
-        }
-    }
-    let _engine_gone = inputs.send(Input::Follower(rank, Err(Broken))).await;
-}
-
-/// A queue of deliveries that ends in an engine's intake.
-fn deliveries_to(net: &crate::net::Net, node: NodeId, inputs: mpsc::Sender<Input>) -> mpsc::Sender<Delivery> {
-    let (deliveries, mut queue) = mpsc::channel(DELIVERIES_LEN);
-    net.spawn_on(node, async move {
-        while let Some(delivery) = queue.recv().await {
-            if inputs.send(Input::Delivery(delivery)).await.is_err() {
-                return;
-            }
-        }
-    });
-    deliveries
 }
 
 /// The keys of the simulated cluster.

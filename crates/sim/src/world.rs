@@ -97,7 +97,7 @@ impl World {
         let prefills = (0..shape.n_prefills).map(|idx| {
             let id = format!("prefill-{idx}");
             let node = net.add_node(id.clone());
-            Prefill { idx, id: WorkerId(id), node, engine_face: Default::default() }
+            Prefill { idx, id: WorkerId(id), node }
         });
         let prefills = prefills.collect();
         let routers = (0..shape.n_routers).map(|idx| {
@@ -173,12 +173,11 @@ impl World {
 
     /// What is still held, if anything.
     fn leftover(&self) -> Option<String> {
-        let groups = self.groups.iter().map(|group| (group.id.to_string(), &group.engine_face));
-        let prefills = self.prefills.iter().map(|prefill| (prefill.id.to_string(), &prefill.engine_face));
-        for (name, face) in groups.chain(prefills) {
-            let info = face.info();
-            if !info.is_idle() {
-                return Some(format!("{name}: {info:?}"));
+        let endpoints =
+            self.groups.iter().map(Group::endpoint).chain(self.prefills.iter().map(Prefill::endpoint));
+        for endpoint in endpoints {
+            if let Some(info) = self.services.engine_info(&endpoint).filter(|info| !info.is_idle()) {
+                return Some(format!("{endpoint}: {info:?}"));
             }
         }
         for group in &self.groups {
@@ -230,7 +229,10 @@ impl World {
             .groups
             .iter()
             .filter(|group| !self.retired().contains(&group.nodes[0]))
-            .map(|group| (WorkerId(group.id.0.clone()), group.engine_face.info().epoch.0))
+            .map(|group| {
+                let info = self.services.engine_info(&group.endpoint());
+                (WorkerId(group.id.0.clone()), info.map_or(0, |info| info.epoch.0))
+            })
             .collect();
         check_equal("groups as formed and as stored", &formed, &groups)?;
         let prefills_left = self.prefills.iter().filter(|prefill| !self.retired().contains(&prefill.node));
@@ -338,13 +340,14 @@ impl World {
         for group in &self.groups {
             for (rank, _) in group.nodes.iter().enumerate().filter(|(_, member)| **member == node) {
                 group.rank_faces[rank].show(None, 0);
+                self.services.set_door(&group.rank_endpoint(rank), node, None);
                 if rank == 0 {
-                    group.engine_face.show(Default::default());
+                    self.services.set_engine(&group.endpoint(), node, None);
                 }
             }
         }
         for prefill in self.prefills.iter().filter(|prefill| prefill.node == node) {
-            prefill.engine_face.show(Default::default());
+            self.services.set_engine(&prefill.endpoint(), node, None);
         }
         true
     }
@@ -412,15 +415,7 @@ fn new_group(net: &Net, scenario: &Scenario, idx: usize) -> Group {
     let (sessions, inboxes) = nodes.iter().map(|_| mpsc::channel(4)).unzip::<_, _, Vec<_>, Vec<_>>();
     let inboxes = inboxes.into_iter().map(tokio::sync::Mutex::new).collect();
     let rank_faces = nodes.iter().map(|_| Default::default()).collect();
-    Group {
-        idx,
-        id,
-        nodes,
-        sessions: Arc::new(sessions),
-        inboxes: Arc::new(inboxes),
-        rank_faces,
-        engine_face: Default::default(),
-    }
+    Group { idx, id, nodes, sessions: Arc::new(sessions), inboxes: Arc::new(inboxes), rank_faces }
 }
 
 fn check_equal<T: PartialEq + std::fmt::Debug>(what: &str, left: &T, right: &T) -> Result<(), String> {

@@ -23,10 +23,7 @@ use longreach_types::{
     BlockId, Epoch, FinishReason, GroupSecret, HandoffId, KvDtype, Prompt, RequestId, SamplingParams, SeqId,
     SeqStep, StepId, StepPlan, TokenId, TokenLogprob, TokenLogprobs,
 };
-use tokio::{
-    runtime::{Builder, Runtime},
-    sync::mpsc,
-};
+use tokio::runtime::{Builder, Runtime};
 
 use crate::parts;
 
