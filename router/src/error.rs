@@ -63,10 +63,10 @@ pub(crate) enum ServiceError {
         problem: String,
     },
     /// A bounded queue is full.
-    #[error("{queue} is full; retry in {} ms", retry_after.as_millis())]
+    #[error("{problem}; retry in {} ms", retry_after.as_millis())]
     Overloaded {
         /// Which queue, with its numbers.
-        queue: String,
+        problem: String,
         /// When to come back.
         retry_after: Duration,
     },
@@ -250,8 +250,8 @@ impl ServiceError {
             Self::ContextLength { .. } => {
                 details.add_bad_request_violation("prompt", self.message());
             }
-            Self::Overloaded { queue, .. } => {
-                details.add_quota_failure_violation(cut(queue, 200), self.message());
+            Self::Overloaded { problem, .. } => {
+                details.add_quota_failure_violation(cut(problem, 200), self.message());
             }
             _ => {}
         }
@@ -306,7 +306,7 @@ mod tests {
             ServiceError::BodyTooLarge { limit: 1 },
             ServiceError::UnknownModel { model: text(), served: text() },
             ServiceError::unsupported("f", "p"),
-            ServiceError::Overloaded { queue: text(), retry_after },
+            ServiceError::Overloaded { problem: text(), retry_after },
             ServiceError::Unavailable { problem: text(), retry_after },
             ServiceError::Deadline { stage: Stage::Queue },
             ServiceError::Stalled { patience: retry_after },
@@ -352,7 +352,7 @@ mod tests {
     #[test]
     fn a_full_queue_says_when_to_come_back_in_every_form() {
         let retry_after = Duration::from_millis(1500);
-        let status = Status::from(ServiceError::Overloaded { queue: "requests".to_owned(), retry_after });
+        let status = Status::from(ServiceError::Overloaded { problem: "requests".to_owned(), retry_after });
         assert_eq!(status.code(), Code::ResourceExhausted);
         assert_eq!(status.metadata().get("grpc-retry-pushback-ms").unwrap(), "1500");
         let details = status.get_error_details();

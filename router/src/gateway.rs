@@ -107,10 +107,10 @@ impl Gateway {
         let n_permits = u32::try_from(n_choices).unwrap_or(u32::MAX);
         let places = Arc::clone(&self.admission).try_acquire_many_owned(n_permits).map_err(|_| {
             let (n_inflight, max) = (self.n_inflight(), self.limits.max_inflight);
-            let queue = format!(
-                "the router, with {n_inflight} of {max} outputs in the making and {n_choices} asked for,"
+            let problem = format!(
+                "the router has {n_inflight} of at most {max} outputs in the making, and {n_choices} more were asked for"
             );
-            ServiceError::Overloaded { queue, retry_after: self.dispatcher.recovery.retry_after }
+            ServiceError::Overloaded { problem, retry_after: self.dispatcher.recovery.retry_after }
         })?;
         Ok(Admitted { _places: places, _in_flight: in_flight })
     }

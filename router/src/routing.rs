@@ -53,8 +53,6 @@ pub(crate) fn choose(candidates: &[Candidate], slack_percent: u64, draws: [u64; 
 
 #[cfg(test)]
 mod tests {
-    use std::{hint::black_box, time::Instant};
-
     use proptest::prelude::*;
 
     use super::*;
@@ -103,16 +101,5 @@ mod tests {
         let home = |cost| Candidate { affinity: 7, ..good(cost) };
         assert_eq!(choose(&[good(10), home(30), good(11)], 200, [0, 0]), Some(1));
         assert_eq!(choose(&[good(10), home(31), good(100)], 200, [0, 0]), Some(0));
-    }
-
-    #[test]
-    fn two_thousand_workers_are_compared_in_microseconds() {
-        let candidates: Vec<Candidate> = (0..2048).map(|i| good(i * 7919 % 2048)).collect();
-        let started = Instant::now();
-        for draw in 0..100 {
-            black_box(choose(black_box(&candidates), 20, [draw, draw + 1]));
-        }
-        // A bound with room for a debug build on a busy machine; release takes some 5 µs.
-        assert!(started.elapsed().as_micros() / 100 < 2000, "{:?} for 100 choices", started.elapsed());
     }
 }

@@ -132,7 +132,7 @@ impl Fault {
             Cause::NoneFits(role) => ServiceError::Misconfigured {
                 problem: format!("no {role} worker holds KV in the form, or of the length, that is needed"),
             },
-            Cause::Busy(queue) => ServiceError::Overloaded { queue, retry_after },
+            Cause::Busy(problem) => ServiceError::Overloaded { problem, retry_after },
             Cause::Invalid(problem) => ServiceError::invalid("request", problem),
             Cause::Mismatch(problem) => ServiceError::Misconfigured { problem },
             Cause::Deadline => ServiceError::Deadline { stage },
