@@ -11,6 +11,10 @@ use tonic::{
 
 use crate::random;
 
+/// What a worker call gets beyond the deadline. The router ends the call itself at the deadline, and a worker that it ends
+/// on is not at fault; this bounds the work for a router that is gone without a trace.
+const WORKER_SLACK: Duration = Duration::from_secs(1);
+
 /// One client call. Cheap to clone is not needed: it is shared behind an `Arc`.
 #[derive(Clone, Debug)]
 pub(crate) struct CallContext {
@@ -46,11 +50,11 @@ impl CallContext {
         self
     }
 
-    /// A worker call with what is left of the time, and the trace.
+    /// A worker call with what is left of the time and a little more, and the trace.
     pub(crate) fn worker_request<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
         if let Some(deadline) = self.deadline {
-            request.set_timeout(deadline.saturating_duration_since(Instant::now()));
+            request.set_timeout(deadline.saturating_duration_since(Instant::now()) + WORKER_SLACK);
         }
         if let Some(trace) = &self.trace_parent {
             request.metadata_mut().insert("traceparent", trace.clone());
@@ -113,8 +117,8 @@ mod tests {
         let timeout = request.metadata().get("grpc-timeout").unwrap().to_str().unwrap();
         assert_eq!(
             parse_grpc_timeout(timeout),
-            Some(Duration::from_millis(350)),
-            "1 s less 50 ms less 600 ms"
+            Some(Duration::from_millis(1350)),
+            "1 s less 50 ms less 600 ms, and the slack"
         );
     }
 

@@ -131,8 +131,10 @@ struct Failures {
     n_starts: u32,
     /// Tokens since the last failure.
     n_tokens: u32,
-    /// When the output was interrupted; `None` while it runs.
-    since: Option<Instant>,
+    /// Whether the output is interrupted.
+    is_interrupted: bool,
+    /// Since when nobody has been at work on it: the last time that workers were.
+    idle_since: Option<Instant>,
     workers: Vec<WorkerId>,
 }
 
@@ -209,9 +211,10 @@ impl Choice {
                 ChoiceEvent::Accepted { cached_len }
             }
             LegEvent::Token { token, cached_len } => {
-                if self.failures.since.take().is_some() {
+                if std::mem::take(&mut self.failures.is_interrupted) {
                     self.dispatcher.metrics.resumed();
                 }
+                self.failures.idle_since = None;
                 self.stage = Stage::Decode;
                 self.failures.n_tokens += 1;
                 if self.failures.n_tokens == WELL {
@@ -242,15 +245,20 @@ impl Choice {
         }
         self.log(&fault);
         self.failures.n_tokens = 0;
-        if self.failures.since.is_none() {
-            self.failures.since = Some(Instant::now());
+        if !std::mem::replace(&mut self.failures.is_interrupted, true) {
             self.dispatcher.metrics.interrupted();
         }
         let is_elsewhere = self.exclude(&fault, leg.as_ref());
-        if leg.is_some_and(|leg| leg.was_at_work()) && !fault.is_refusal() {
+        let was_at_work = leg.is_some_and(|leg| leg.was_at_work());
+        if was_at_work && !fault.is_refusal() {
             self.failures.n_attempts += 1;
         } else {
             self.failures.n_starts += 1;
+        }
+        let now = Instant::now();
+        let idle_since = self.failures.idle_since.get_or_insert(now);
+        if was_at_work {
+            *idle_since = now;
         }
         if self.is_hopeless(&fault, is_elsewhere) {
             return Err(self.give_up(fault));
@@ -262,7 +270,8 @@ impl Choice {
     }
 
     /// Excludes the workers that failed. Says whether the next attempt may be made at once: somebody else is there who
-    /// has not failed yet, or one that was only lost gets another try.
+    /// has not failed yet, or one that was only lost gets another try. After a worker's second failure never: whoever
+    /// else is there was not chosen, so the next attempt may well meet the same worker again.
     fn exclude(&mut self, fault: &Fault, leg: Option<&Leg>) -> bool {
         // An output that the client has tokens of waits for room, wherever it comes first.
         if fault.is_busy() && !self.emitted.is_empty() {
@@ -275,7 +284,7 @@ impl Choice {
         // Who declines says so for itself.
         let suspects = leg.filter(|_| !fault.is_refusal()).map_or_else(Vec::new, Leg::suspects);
         failures.blame(suspects.into_iter().chain(fault.worker.clone()));
-        has_alternative || (failures.workers.len() > n_failed && !fault.needs_another())
+        failures.workers.len() > n_failed && (has_alternative || !fault.needs_another())
     }
 
     /// The first failure in a row is news; that the search goes on is not.
@@ -283,7 +292,7 @@ impl Choice {
         let Fault { worker, cause } = fault;
         let worker = worker.as_ref().map(tracing::field::display);
         let (request, n_emitted) = (&self.call.request_id, self.emitted.len());
-        if self.failures.since.is_none() {
+        if !self.failures.is_interrupted {
             tracing::warn!(%request, worker, %cause, n_emitted, "output interrupted, looking for another worker");
         } else {
             tracing::debug!(%request, worker, %cause, n_emitted, "output still interrupted");
@@ -304,14 +313,17 @@ impl Choice {
             // Nothing was promised yet, so the client may choose where to try again.
             Stage::Queue => fault.worker.is_none() || failures.n_starts >= recovery.max_attempts,
             Stage::Prefill | Stage::Decode => {
-                failures.since.is_some_and(|since| since.elapsed() >= recovery.recovery_window)
+                failures.idle_since.is_some_and(|since| since.elapsed() >= recovery.recovery_window)
             }
         }
     }
 
+    /// Longer after every failure, and of random length: the outputs of a worker that died all come here at once.
     fn pause(&self) -> Duration {
         let n_failures = self.failures.n_starts + self.failures.n_attempts;
-        FIRST_PAUSE.saturating_mul(1 << n_failures.saturating_sub(1).min(10)).min(MAX_PAUSE)
+        let most = FIRST_PAUSE.saturating_mul(1 << n_failures.saturating_sub(1).min(10)).min(MAX_PAUSE);
+        let share = (self.dispatcher.random.next_u64() >> 32) as u32;
+        most / 2 + (most / 2).mul_f64(f64::from(share) / f64::from(u32::MAX))
     }
 
     fn give_up(&mut self, fault: Fault) -> ServiceError {

@@ -10,12 +10,15 @@ use longreach_proto::worker::GroupInfo;
 use longreach_service::{InFlight, Lifecycle};
 use longreach_text::{ChatOptions, TextError, TextModel};
 use longreach_types::TokenId;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::timeout_at,
+};
 
 use crate::{
     call::CallContext,
     dispatch::Dispatcher,
-    error::ServiceError,
+    error::{ServiceError, Stage},
     metrics::{Metrics, RequestMeter},
     output::{Generation, GenerationParts},
     request::{
@@ -57,7 +60,14 @@ impl Gateway {
         call: CallContext,
     ) -> Result<Generation, ServiceError> {
         let mut meter = self.metrics.begin(method);
-        match self.prepare(draft, &call).await {
+        let preparing = self.prepare(draft, &call);
+        let prepared = match call.deadline {
+            Some(deadline) => timeout_at(deadline, preparing)
+                .await
+                .unwrap_or(Err(ServiceError::Deadline { stage: Stage::Queue })),
+            None => preparing.await,
+        };
+        match prepared {
             Ok((spec, admitted)) => self.start(spec, admitted, call, meter),
             Err(error) => {
                 meter.failed(&error, &call);
@@ -74,11 +84,13 @@ impl Gateway {
         self.check_model(draft.model.as_deref())?;
         request::check_client_id(&call.client_id)?;
         let n_choices = request::n_choices(&draft, &self.limits)?;
-        let admitted = self.admit(n_choices)?;
+        let mut admitted = self.admit(n_choices)?;
         let limits = self.model_limits()?;
         let mut prompts = Vec::with_capacity(draft.prompts.len());
         for prompt in draft.prompts {
-            prompts.push(self.encode(prompt).await?);
+            let tokens;
+            (tokens, admitted) = self.encode(prompt, admitted).await?;
+            prompts.push(tokens);
         }
         let spec = GenerateSpec::check(prompts, draft.options.or(&self.sampling), limits, &self.limits)?;
         Ok((spec, admitted))
@@ -127,7 +139,8 @@ impl Gateway {
         prompt: PromptDraft,
     ) -> Result<Vec<TokenId>, ServiceError> {
         self.check_model(model)?;
-        self.encode(prompt).await
+        let (tokens, _admitted) = self.encode(prompt, self.admit(1)?).await?;
+        Ok(tokens)
     }
 
     /// The text of tokens, control tokens left out.
@@ -165,12 +178,18 @@ impl Gateway {
         groups
     }
 
-    async fn encode(&self, prompt: PromptDraft) -> Result<Vec<TokenId>, ServiceError> {
+    /// The tokens of a prompt. A long one is made elsewhere, and its place stays taken until that is done, also if nobody
+    /// waits for it any more.
+    async fn encode(
+        &self,
+        prompt: PromptDraft,
+        admitted: Admitted,
+    ) -> Result<(Vec<TokenId>, Admitted), ServiceError> {
         if matches!(&prompt, PromptDraft::Text(text) if text.len() <= MAX_INLINE_BYTES) {
-            return encode(&self.text, prompt);
+            return Ok((encode(&self.text, prompt)?, admitted));
         }
         let text = self.text.clone();
-        tokio::task::spawn_blocking(move || encode(&text, prompt))
+        tokio::task::spawn_blocking(move || Ok((encode(&text, prompt)?, admitted)))
             .await
             .unwrap_or_else(|_| Err(ServiceError::Internal { problem: "the tokenizer panicked".to_owned() }))
     }

@@ -39,8 +39,8 @@ const MAX_SALT_BYTES: usize = 256;
 pub struct RequestLimits {
     /// Outputs of one request, over all its prompts. More serves batch jobs; each is a sequence on a decode group.
     pub max_choices: usize,
-    /// Bytes of one request's body or message. More admits longer prompts; it bounds memory together with
-    /// `max_inflight`.
+    /// Bytes of one request's body or message. More admits longer prompts. A body is read before its request is admitted:
+    /// what strangers can make the router hold is this times the connections that whatever stands before it lets through.
     pub max_body_bytes: usize,
     /// Outputs in the making. More keeps larger fleets busy; beyond it requests are refused at once.
     pub max_inflight: usize,

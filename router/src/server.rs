@@ -161,8 +161,12 @@ where
     H::Future: Send + 'static,
 {
     let (inference, models) = grpc::services(gateway, config.streams);
+    let max_resets = usize::try_from(config.serving.max_concurrent_streams).ok();
     let server = Server::builder()
         .max_concurrent_streams(config.serving.max_concurrent_streams)
+        // All calls of a connection may be given up in one burst, as when a proxy's client goes away. It must not end the
+        // connection, which others share.
+        .http2_max_pending_accept_reset_streams(max_resets)
         .http2_keepalive_interval(Some(config.serving.keep_alive_interval))
         .http2_keepalive_timeout(Some(config.serving.keep_alive_timeout))
         .add_service(inference)

@@ -360,9 +360,11 @@ impl<F: Fn(Incarnation) -> Vec<u8> + Send + Sync> Registrar<F> {
     }
 
     async fn revoke(&mut self) {
-        if let Some(lease) = self.lease.take()
-            && let Err(error) = self.coordinator.revoke(lease).await
-        {
+        let Some(lease) = self.lease else { return };
+        let revoked = self.coordinator.revoke(lease).await;
+        // Only now: whoever gives up waiting may try once more.
+        self.lease = None;
+        if let Err(error) = revoked {
             debug!(key = %self.spec.key, %lease, error = %Causes(&error), "lease was not revoked; it will expire");
         }
     }

@@ -60,6 +60,14 @@ pub enum Drained {
     },
 }
 
+/// How long open calls may take to end once all work has.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(3);
+
+/// Calls that a router may have opened and ended again before this process saw them. A router has one connection to a
+/// worker, and its clients may all go away while the worker is busy: beyond this number the connection ends, and with it
+/// every output on it. The default of 20 is for servers whose clients are strangers.
+const MAX_PENDING_RESETS: usize = 1 << 16;
+
 /// Whether new work is taken. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct Gate(Arc<AtomicBool>);
@@ -77,22 +85,33 @@ impl Door {
         format!("{}://{}", self.security.scheme(), self.addr)
     }
 
-    /// Serves `routes` until `shutdown`, then until open calls have ended.
+    /// Serves `routes` until `shutdown`, then until open calls have ended, or [`CLOSE_PATIENCE`] is over: some calls never
+    /// end by themselves, such as the watch of a health check, and what a slow reader is cut off from, its router makes
+    /// good elsewhere.
     pub async fn serve(
         self,
         routes: Routes,
         shutdown: CancellationToken,
     ) -> Result<(), tonic::transport::Error> {
         let incoming = Listener::for_members(self.listener, &self.security).into_stream();
-        Server::builder()
+        let (until, out_of_patience) = (shutdown.clone().cancelled_owned(), async {
+            shutdown.cancelled().await;
+            tokio::time::sleep(CLOSE_PATIENCE).await;
+        });
+        let served = Server::builder()
+            .http2_max_pending_accept_reset_streams(Some(MAX_PENDING_RESETS))
             .initial_stream_window_size(STREAM_WINDOW_BYTES)
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .http2_keepalive_interval(Some(Duration::from_secs(20)))
             .http2_keepalive_timeout(Some(Duration::from_secs(10)))
             .layer(ACCESS.layer(&self.security))
             .add_routes(routes)
-            .serve_with_incoming_shutdown(incoming, shutdown.cancelled_owned())
-            .await
+            .serve_with_incoming_shutdown(incoming, until);
+        // A server that is not done when patience ends is dropped, and its connections with it.
+        tokio::select! {
+            served = served => served,
+            () = out_of_patience => Ok(()),
+        }
     }
 }
 

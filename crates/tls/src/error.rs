@@ -95,6 +95,9 @@ pub enum HandshakeError {
     /// It did not finish in time.
     #[error("the handshake was not done within {0:?}")]
     Timeout(Duration),
+    /// It was not done when others wanted its place.
+    #[error("the handshake was given up for newer ones")]
+    Displaced,
     /// Another disagreement about TLS.
     #[error("TLS: {0}")]
     Tls(Error),

@@ -4,10 +4,11 @@
 //! nobody else out. A handshake that fails is logged and is no error of the listener.
 
 use std::{
+    collections::VecDeque,
     io,
     net::SocketAddr,
     pin::Pin,
-    sync::Arc,
+    sync::{Arc, Weak},
     task::{Context, Poll},
     time::Duration,
 };
@@ -24,6 +25,7 @@ use tokio::{
     time::{sleep, timeout},
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
+use tokio_util::sync::CancellationToken;
 use tonic::transport::server::Connected;
 use tracing::{debug, warn};
 
@@ -36,7 +38,8 @@ use crate::{
 /// How long a client may take for its handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Handshakes at a time; further connections wait in the system's queue.
+/// Handshakes at a time. A further connection takes the place of the oldest: one that means it is done in a moment, so that
+/// those who only hold their places keep nobody out.
 const MAX_HANDSHAKES: usize = 256;
 
 /// Pause after the system refused to accept, as it does when descriptors run out.
@@ -47,6 +50,8 @@ pub struct Listener {
     socket: TcpListener,
     protection: Protection,
     handshakes: FuturesUnordered<BoxFuture<'static, (SocketAddr, Result<Conn, HandshakeError>)>>,
+    /// The handshakes that go on, oldest first, and some that are done.
+    oldest: VecDeque<Weak<CancellationToken>>,
 }
 
 #[derive(Clone)]
@@ -80,13 +85,13 @@ impl Listener {
             Security::Plaintext => Protection::None,
             Security::Mutual(identity) => Protection::Member(identity.clone()),
         };
-        Self { socket, protection, handshakes: FuturesUnordered::new() }
+        Self { socket, protection, handshakes: FuturesUnordered::new(), oldest: VecDeque::new() }
     }
 
     /// Accepts clients, with TLS if there is a certificate for it.
     pub fn for_clients(socket: TcpListener, tls: Option<&FaceTls>) -> Self {
         let protection = tls.map_or(Protection::None, |tls| Protection::Face(tls.clone()));
-        Self { socket, protection, handshakes: FuturesUnordered::new() }
+        Self { socket, protection, handshakes: FuturesUnordered::new(), oldest: VecDeque::new() }
     }
 
     /// Where it listens.
@@ -97,21 +102,20 @@ impl Listener {
     /// The next connection. Nothing is lost if the future is dropped: handshakes go on in the next.
     pub async fn accept(&mut self) -> Conn {
         loop {
-            let has_room = self.handshakes.len() < MAX_HANDSHAKES;
             // Both arms are cancel-safe: accepting takes nothing until it is done, and handshakes stay in their set.
             tokio::select! {
                 Some((addr, conn)) = self.handshakes.next() => match conn {
                     Ok(conn) => return conn,
                     Err(error) => self.protection.log(addr, &error),
                 },
-                accepted = self.socket.accept(), if has_room => match accepted {
+                accepted = self.socket.accept() => match accepted {
                     Ok((tcp, addr)) => {
                         if let Err(error) = tcp.set_nodelay(true) {
                             debug!(%error, "a connection cannot send small packets at once");
                         }
                         match self.protection.clone() {
                             Protection::None => return Conn::Plain(tcp, Peer { addr, names: None }),
-                            protection => self.handshakes.push(Box::pin(protection.welcome(tcp, addr))),
+                            protection => self.begin(protection, tcp, addr),
                         }
                     }
                     Err(error) => {
@@ -121,6 +125,24 @@ impl Listener {
                 },
             }
         }
+    }
+
+    fn begin(&mut self, protection: Protection, tcp: TcpStream, addr: SocketAddr) {
+        if self.handshakes.len() >= MAX_HANDSHAKES
+            && let Some(oldest) = std::iter::from_fn(|| self.oldest.pop_front()).find_map(|it| it.upgrade())
+        {
+            oldest.cancel();
+        }
+        let token = Arc::new(CancellationToken::new());
+        // Those that are done are forgotten now and then.
+        if self.oldest.len() >= 2 * MAX_HANDSHAKES {
+            self.oldest.retain(|token| token.strong_count() > 0);
+        }
+        self.oldest.push_back(Arc::downgrade(&token));
+        self.handshakes.push(Box::pin(async move {
+            let done = token.run_until_cancelled(protection.welcome(tcp, addr)).await;
+            done.unwrap_or((addr, Err(HandshakeError::Displaced)))
+        }));
     }
 
     /// All connections, as tonic takes them.

@@ -61,6 +61,8 @@ impl Fault {
             Code::Aborted | Code::DataLoss => Cause::Aborted(message()),
             Code::Unavailable if !is_local => Cause::Moved(message()),
             Code::Unavailable | Code::Cancelled | Code::Unknown => Cause::Lost(message()),
+            // Somebody else has the worker's address now. The worker itself may come back with another.
+            Code::Unimplemented | Code::PermissionDenied | Code::Unauthenticated => Cause::Lost(message()),
             _ if is_local => Cause::Lost(message()),
             _ => Cause::Broken(message()),
         };
@@ -154,6 +156,22 @@ impl fmt::Display for Cause {
             Self::Nobody(role) => write!(f, "no {role} worker is ready"),
             Self::NoneFits(role) => write!(f, "no {role} worker fits"),
             Self::Deadline => f.write_str("the deadline passed"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An address may be somebody else's by now: whoever answers there without knowing the call says nothing about the
+    /// output.
+    #[test]
+    fn a_stranger_at_a_workers_address_does_not_end_an_output() {
+        for code in [Code::Unimplemented, Code::PermissionDenied, Code::Unauthenticated] {
+            let fault = Fault::from_status(&WorkerId("a".to_owned()), &Status::new(code, "no such method"));
+            assert!(fault.is_retryable() && !fault.is_refusal(), "{code}");
+            assert_eq!(fault.outcome(), Outcome::Fault, "{code}");
         }
     }
 }

@@ -12,6 +12,7 @@ use longreach_proto::{
     WorkerError,
     inference::{GenerateOptions, GenerateRequest, Prompt, prompt},
 };
+use longreach_types::KvDtype;
 use proptest::{prelude::*, test_runner::TestRunner};
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
@@ -114,6 +115,54 @@ async fn a_worker_that_stands_still_with_its_connection_open_is_noticed() {
     let started = Instant::now();
     assert_eq!(say(&router, 12).await.unwrap(), undisturbed(12).await);
     assert!(started.elapsed() < Duration::from_secs(5), "took {:?}", started.elapsed());
+}
+
+/// A prompt may take longer than the window, and its worker may be lost after that: the window is for waiting.
+#[tokio::test]
+async fn time_in_which_workers_were_at_work_is_no_waiting() {
+    let window = Duration::from_millis(300);
+    let decode = FakeDecode::start(move |n, _| match n {
+        0 => Plan { cut_after: Some(0), ..Plan::default() },
+        1 => Plan { cut_after: Some(0), cut_pause: 3 * window, ..Plan::default() },
+        _ => Plan::default(),
+    })
+    .await;
+    let mut config = quick_config();
+    config.recovery.recovery_window = window;
+    let router = TestRouter::start_with(config, &[&decode], &[]).await;
+    assert_eq!(say(&router, 12).await.unwrap(), undisturbed(12).await);
+}
+
+/// A group that cannot take the output over is nobody to try at once. Until it was so, its being there had the one that
+/// had failed asked again without a pause.
+#[tokio::test]
+async fn a_group_that_forms_is_not_stormed_because_another_is_there_that_does_not_fit() {
+    let plan = |n: usize, _: &longreach_proto::worker::GenerateRequest| match n {
+        0 => Plan { cut_after: Some(3), ..Plan::default() },
+        _ => Plan { refuse: Some(|| WorkerError::Unavailable("the group is forming")), ..Plan::default() },
+    };
+    let (one, other) = (FakeDecode::start(plan).await, FakeDecode::start(plan).await);
+    other.set_kv_dtype(KvDtype::F32);
+    one.set_kv_dtype(KvDtype::F16);
+    let router = TestRouter::start(&[&one, &other], &[]).await;
+    assert_eq!(say(&router, 12).await.unwrap_err().code(), Code::Aborted);
+    let n_calls = one.calls().len() + other.calls().len();
+    assert!((3..40).contains(&n_calls), "{n_calls} calls within the window of two seconds");
+}
+
+#[tokio::test]
+async fn a_client_whose_time_is_over_is_no_fault_of_its_worker() {
+    let (router, _decode) = simple(Plan { hang_after: Some(2), ..Plan::default() }).await;
+    for _ in 0..4 {
+        let mut request = tonic::Request::new(GenerateRequest {
+            prompt: Some(Prompt { prompt: Some(prompt::Prompt::Text("prompt".to_owned())) }),
+            ..Default::default()
+        });
+        request.set_timeout(Duration::from_millis(150));
+        let status = router.inference().await.generate(request).await.unwrap_err();
+        assert_eq!(status.code(), Code::DeadlineExceeded);
+    }
+    assert_eq!(router.metric("longreach_router_interrupted_streams_total").await, 0.0);
 }
 
 #[tokio::test]

@@ -47,6 +47,8 @@ pub(crate) struct Plan {
     pub(crate) hang_after: Option<usize>,
     /// Ends the stream without a finish after this many tokens of this call.
     pub(crate) cut_after: Option<usize>,
+    /// Pause before that end.
+    pub(crate) cut_pause: Duration,
     /// A prefill worker that hands everything over and is then lost before it can say so.
     pub(crate) lost_at_handoff: bool,
     /// Stops its whole process, so to speak, after this many tokens of this call: connections stay open and nobody
@@ -70,6 +72,7 @@ impl Default for Plan {
             fail_after: None,
             hang_after: None,
             cut_after: None,
+            cut_pause: Duration::ZERO,
             lost_at_handoff: false,
             freeze_after: None,
             skip_idx: None,
@@ -445,6 +448,7 @@ impl DecodeScript {
             return Some(Err(fail()));
         }
         if self.plan.cut_after == Some(self.n_said) {
+            tokio::time::sleep(self.plan.cut_pause).await;
             return None;
         }
         if self.plan.hang_after == Some(self.n_said) {
