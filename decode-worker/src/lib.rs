@@ -11,6 +11,8 @@ mod leader;
 pub mod ranks;
 mod role;
 mod settings;
+#[cfg(feature = "simulation")]
+pub mod simulation;
 mod view;
 
 use std::{

@@ -14,11 +14,12 @@ use longreach_engine::{
 };
 use longreach_proto::group::{FollowerMessage, LeaderMessage};
 use longreach_sched::SchedTotals;
-use longreach_types::{Epoch, StepId, StepPlan};
+use longreach_types::{StepId, StepPlan};
 use tokio::{
     sync::mpsc,
     time::{Instant, sleep, timeout_at},
 };
+use tokio_util::sync::CancellationToken;
 
 use crate::{
     journal::Journal,
@@ -39,12 +40,13 @@ pub(crate) enum Word {
     Order(LeaderMessage),
     /// In place of the order to run a plan.
     Step(Arc<Step>),
+    /// The leader's part of the collective of a step is there.
+    Part(StepId),
 }
 
 /// What goes back.
 #[derive(Clone, Debug)]
 pub(crate) enum Reply {
-    Joined,
     Told(FollowerMessage),
     /// Its part of the collective of a step.
     Sums(StepId, Vec<u64>),
@@ -125,17 +127,14 @@ impl Seen {
 }
 
 impl Engine {
-    pub(crate) fn epoch(&self) -> Epoch {
-        self.core.sched().epoch()
-    }
-
-    /// Runs until it fails; never because it has nothing to do.
+    /// Runs until it fails or is told to stop; never because it has nothing to do.
     pub(crate) async fn run(mut self) -> EngineFailure {
         let failure = match self.run_steps().await {
             Ok(never) => match never {},
             Err(failure) => failure,
         };
-        self.core.end(Some(failure.to_string()));
+        let was_told = matches!(failure, EngineFailure::Stopped);
+        self.core.end((!was_told).then(|| failure.to_string()));
         failure
     }
 
@@ -185,11 +184,13 @@ impl Engine {
         let step = Arc::new(Step { plan, prefixes });
         self.followers.tell(&Word::Step(Arc::clone(&step)))?;
         let mut sums = self.rank.step(&step);
+        self.net.computes(self.node, 0).await;
         for layer in 0..N_LAYERS {
             self.core.on_layer(&step.plan, layer, &self.rank);
             sleep(self.step_time / N_LAYERS as u32).await;
             self.net.thawed(self.node).await;
         }
+        self.followers.tell(&Word::Part(step.plan.step))?;
         self.collect(step.plan.step, &mut sums).await?;
         let mut logits: Vec<_> = sums.into_iter().flat_map(model::logits).collect();
         self.core.complete(&step.plan, &mut logits, &self.rank)?;
@@ -218,7 +219,7 @@ impl Engine {
     /// Holds the engine against what must be, and shows it.
     fn look(&mut self) {
         let (core, journal) = (&self.core, &self.journal);
-        self.rank_face.show(Some(core.sched().epoch()), core.receiver().len());
+        self.rank_face.show(core.receiver().len());
         self.seen.look_at(core.receiver(), journal);
         let (sched, stats) = (core.sched(), core.sched().stats());
         let (now, before) = (stats.totals, self.seen.totals);
@@ -241,18 +242,19 @@ impl Engine {
     }
 }
 
-/// Sorts what a follower says, its loss included.
+/// Sorts what a follower says, its loss included, and tells of that even while the engine computes.
 pub(crate) async fn listen(
     rank: usize,
     mut replies: mpsc::Receiver<Result<Reply, Broken>>,
     (words, parts): (mpsc::Sender<(usize, FollowerEvent)>, mpsc::Sender<Part>),
+    deserted: CancellationToken,
 ) {
     loop {
         let sent = match replies.recv().await {
             Some(Ok(Reply::Told(message))) => words.send((rank, Ok(message))).await.is_ok(),
             Some(Ok(Reply::Sums(step, sums))) => parts.send((rank, Ok((step, sums)))).await.is_ok(),
-            Some(Ok(Reply::Joined)) => true,
             Some(Err(_)) | None => {
+                deserted.cancel();
                 let _engine_gone = words.send((rank, Err(Broken))).await;
                 let _engine_gone = parts.send((rank, Err(Broken))).await;
                 return;

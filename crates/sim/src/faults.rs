@@ -35,6 +35,10 @@ enum Kind {
     Spoil,
     Burst,
     Drain,
+    /// A rank's step does not end.
+    Stuck,
+    /// A second process of a leader's name raises an epoch, and is gone.
+    Rival,
 }
 
 /// What goes wrong with the store itself.
@@ -44,6 +48,8 @@ enum StoreTrouble {
     WatchesBroken,
     Compacted,
     LeaseLost,
+    /// All its data.
+    Wiped,
 }
 
 /// How often each kind is drawn.
@@ -62,6 +68,9 @@ const KINDS: &[(Kind, usize)] = &[
     (Kind::Spoil, 2),
     (Kind::Burst, 1),
     (Kind::Drain, 3),
+    (Kind::Stuck, 1),
+    (Kind::Rival, 1),
+    (Kind::Store(StoreTrouble::Wiped), 1),
 ];
 
 /// The faults of a scenario, in no order.
@@ -119,17 +128,30 @@ impl Fault {
                 world.boot_router(router);
             }
             Kind::Drain => {
-                let leaders = world.groups.iter().map(|group| group.nodes[0]);
-                let nodes: Vec<_> = leaders.chain(world.prefills.iter().map(|p| p.node)).collect();
-                let node = rng.pick(&nodes);
+                let node = rng.pick(&workers);
                 note(&world, "process drains", &[node]);
-                if !world.drain_worker(node, Duration::from_secs(5)).await {
+                if !world.drain_worker(node).await {
                     note(&world, "drain cut off", &[node]);
                 }
                 if rng.chance(300) && world.retire(node) {
                     note(&world, "process retired", &[node]);
                 }
+                // A new version takes some time to start.
+                sleep(self.lasts.min(Duration::from_secs(10))).await;
                 world.boot_worker(node);
+            }
+            Kind::Stuck => {
+                let node = rng.pick(&workers);
+                let ranks = world.ranks_with_peers(node);
+                if !ranks.is_empty() && world.net.set_stuck(node, rng.pick(&ranks)) {
+                    note(&world, "rank computes for ever", &[node]);
+                }
+            }
+            Kind::Rival => {
+                let group = &world.groups[rng.below(world.groups.len())];
+                if world.raise_as_rival(group).await {
+                    note(&world, "epoch raised by a rival", &[group.nodes[0]]);
+                }
             }
             Kind::Spoil => world.services.spoil_next(),
             Kind::Burst => {
@@ -149,25 +171,30 @@ impl Fault {
                 world.host.memory.set_available(false);
                 sleep(self.lasts).await;
                 world.host.memory.set_available(true);
-                world.host.ring();
+                world.host.disturb();
                 note_end(world, "store back", &[]);
             }
             StoreTrouble::WatchesBroken => {
                 note(world, "watches broken", &[]);
                 world.host.memory.break_watches();
-                world.host.ring();
+                world.host.disturb();
             }
             StoreTrouble::Compacted => {
                 note(world, "store compacted", &[]);
                 world.host.memory.compact();
                 world.host.memory.break_watches();
-                world.host.ring();
+                world.host.disturb();
+            }
+            StoreTrouble::Wiped => {
+                note(world, "store wiped", &[]);
+                world.wipe_store().await;
+                world.host.disturb();
             }
             StoreTrouble::LeaseLost => {
                 if let Some(lease) = world.some_lease(rng) {
                     note(world, "lease lost", &[]);
                     world.host.memory.expire_lease(lease);
-                    world.host.ring();
+                    world.host.disturb();
                 }
             }
         }

@@ -2,13 +2,15 @@
 //!
 //! What runs is the product: the router's dispatch, routing, health and discovery; an engine's [`Core`], which takes
 //! requests in, plans, samples, sends and receives KV, pulls it and gives it up; its handle, lanes, doors and follower;
-//! the scheduler and the KV manager below; registration, epochs, watches and views. A worker's thread and the simulation
-//! drive the same core by the same calls, so there is no second engine whose virtues would be proved instead.
+//! the scheduler and the KV manager below; registration, watches and views; and the part of a decode process in the lives
+//! of its group, from the epoch in the store to the drain. A worker's thread and the simulation drive the same core by the
+//! same calls, and a process's ranks and simulated ones are led by the same [`Ranks`], so there is no second engine and no
+//! second formation whose virtues would be proved instead.
 //!
 //! What stands in is kept small: a network ([`net`]) and KV that travels over it ([`lane`]), the calls to workers that
-//! are gRPC in the product ([`dial`]), the store's far end ([`store`]), the time that a step takes and the collective in
-//! it ([`engine`]), the life of a group from epoch to epoch ([`worker`]), and a model whose next token is a function of
-//! KV cells ([`model`], [`rank`]).
+//! are gRPC in the product ([`dial`]), the store's far end ([`store`]), ranks that meet on that network ([`host`]), the
+//! time that a step takes and the collective in it ([`engine`], [`follower`]), and a model whose next token is a function
+//! of KV cells ([`model`], [`rank`]).
 //!
 //! A run brings a cluster up, lets clients ask and faults happen, lets everything heal, and then holds what was said and
 //! what is left against what must be: see [`client`] and [`world`]. The same seed gives the same event log, to the byte.
@@ -17,11 +19,14 @@
 //! of gRPC.
 //!
 //! [`Core`]: longreach_engine::core::Core
+//! [`Ranks`]: longreach_decode::ranks::Ranks
 
 mod client;
 mod dial;
 mod engine;
 mod faults;
+mod follower;
+mod host;
 mod journal;
 mod lane;
 mod model;

@@ -24,6 +24,9 @@ use crate::{journal::Journal, rng::Rng};
 /// Messages on their way in one stream, beyond which its sender waits.
 const WINDOW: usize = 8;
 
+/// The least that a connection takes.
+const CONNECT_TIME: Duration = Duration::from_millis(1);
+
 /// A process, or the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct NodeId(pub(crate) usize);
@@ -84,6 +87,8 @@ struct Node {
     alive: CancellationToken,
     died: Option<(Instant, Death)>,
     frozen: Option<Instant>,
+    /// The rank that computes for ever, if one does.
+    stuck: Option<usize>,
     /// When something last began or ceased to be wrong with it.
     disturbed: Option<Instant>,
 }
@@ -134,6 +139,7 @@ impl Net {
             alive: CancellationToken::new(),
             died: Some((Instant::now(), Death::Killed)),
             frozen: None,
+            stuck: None,
             disturbed: None,
         });
         NodeId(state.nodes.len() - 1)
@@ -154,7 +160,7 @@ impl Net {
         state.life += 1;
         // Its first start is no disturbance.
         state.disturbed = (state.life > 1).then(Instant::now);
-        (state.alive, state.died, state.frozen) = (end, None, None);
+        (state.alive, state.died, state.frozen, state.stuck) = (end, None, None, None);
         true
     }
 
@@ -190,6 +196,29 @@ impl Net {
         changed
     }
 
+    /// From now on a step of this rank of `node` does not end, in this life of it; whether that changed anything.
+    pub(crate) fn set_stuck(&self, node: NodeId, rank: usize) -> bool {
+        let node = &mut self.state().nodes[node.0];
+        let changes = node.died.is_none() && node.stuck.is_none();
+        if changes {
+            node.stuck = Some(rank);
+            node.disturbed = Some(Instant::now());
+        }
+        changes
+    }
+
+    pub(crate) fn is_stuck(&self, node: NodeId) -> bool {
+        self.state().nodes[node.0].stuck.is_some()
+    }
+
+    /// A step of this rank on `node`, but for its time.
+    pub(crate) async fn computes(&self, node: NodeId, rank: usize) {
+        let stuck = self.state().nodes[node.0].stuck;
+        if stuck == Some(rank) {
+            std::future::pending().await
+        }
+    }
+
     /// Cuts or heals the link between two nodes; whether that changed anything.
     pub(crate) fn set_cut(&self, a: NodeId, b: NodeId, cut: bool) -> bool {
         let changed = {
@@ -221,7 +250,7 @@ impl Net {
         let calm = |disturbed: Option<Instant>| disturbed.is_none_or(|at| at < time);
         let node_calm = |node: &NodeId| {
             let node = &state.nodes[node.0];
-            node.died.is_none() && node.frozen.is_none() && calm(node.disturbed)
+            node.died.is_none() && node.frozen.is_none() && node.stuck.is_none() && calm(node.disturbed)
         };
         let mut links = state.links.iter().filter(|((a, b), _)| nodes.contains(a) && nodes.contains(b));
         nodes.iter().all(node_calm) && links.all(|(_, link)| link.cut.is_none() && calm(link.disturbed))
@@ -238,12 +267,33 @@ impl Net {
         }
     }
 
-    /// Runs `task` for as long as this life of `node` lasts. A panic of it is a violation.
+    /// Runs `task` for as long as this life of `node` lasts, and not while `node` stands still. A panic of it is a
+    /// violation.
     pub(crate) fn spawn_on(&self, node: NodeId, task: impl Future<Output = ()> + Send + 'static) {
         let alive = self.state().nodes[node.0].alive.clone();
+        let net = self.clone();
         self.spawn(async move {
-            alive.run_until_cancelled(task).await;
+            alive.run_until_cancelled(net.freezing(node, task)).await;
         });
+    }
+
+    /// `task`, which does nothing while `node` stands still, whatever it waits for.
+    async fn freezing(&self, node: NodeId, task: impl Future<Output = ()>) {
+        tokio::pin!(task);
+        let mut thaw = None;
+        std::future::poll_fn(|context| {
+            if self.is_frozen(node) {
+                let thaw = thaw.get_or_insert_with(|| Box::pin(self.thawed(node)));
+                std::task::ready!(thaw.as_mut().poll(context));
+            }
+            thaw = None;
+            task.as_mut().poll(context)
+        })
+        .await;
+    }
+
+    fn is_frozen(&self, node: NodeId) -> bool {
+        self.state().nodes[node.0].frozen.is_some()
     }
 
     /// Runs `task` until the end of the run.
@@ -272,6 +322,8 @@ impl Net {
             let lives = [state.nodes[from.0].life, state.nodes[to.0].life];
             Conn { net: self.clone(), ends: [from, to], lives, n_resets }
         };
+        // Never for nothing: who is refused and tries again at once must not do so for ever at one instant.
+        sleep(CONNECT_TIME).await;
         conn.transit().await?;
         Ok(conn)
     }

@@ -3,7 +3,10 @@
 
 use std::{
     ops::Range,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use longreach_engine::{
@@ -36,21 +39,17 @@ pub(crate) struct Rank {
     journal: Journal,
 }
 
-/// What of a rank others may see: which life of its group it is in, and what it holds.
+/// What of a rank others may see: how many hand-offs it waits for.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct RankFace(Arc<Mutex<(Option<Epoch>, usize)>>);
+pub(crate) struct RankFace(Arc<AtomicUsize>);
 
 impl RankFace {
-    pub(crate) fn epoch(&self) -> Option<Epoch> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).0
-    }
-
     pub(crate) fn n_receiving(&self) -> usize {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).1
+        self.0.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn show(&self, epoch: Option<Epoch>, n_receiving: usize) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (epoch, n_receiving);
+    pub(crate) fn show(&self, n_receiving: usize) {
+        self.0.store(n_receiving, Ordering::Relaxed);
     }
 }
 

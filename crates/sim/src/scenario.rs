@@ -58,6 +58,8 @@ pub(crate) struct Shape {
     pub(crate) lease_ttl: Duration,
     /// How long a pull may take at least.
     pub(crate) min_pull_patience: Duration,
+    /// How long the ranks of a group may take to find each other.
+    pub(crate) connect_timeout: Duration,
 }
 
 impl Scenario {
@@ -130,6 +132,7 @@ impl Shape {
             watchdog: millis(rng.pick(&[1_000, 5_000])),
             lease_ttl: millis(rng.pick(&[5_000, 10_000, 30_000])),
             min_pull_patience: millis(rng.pick(&[20, 200, 2_000])),
+            connect_timeout: millis(rng.pick(&[2_000, 10_000])),
         }
     }
 

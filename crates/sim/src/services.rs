@@ -7,7 +7,7 @@ use std::{
 };
 
 use longreach_engine::{EngineHandle, EngineInfo, KvDoor, KvInlet};
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 
 use crate::{journal::Journal, net::NodeId};
 
@@ -20,12 +20,19 @@ pub(crate) struct Services {
 
 #[derive(Default)]
 struct Shared {
-    engines: BTreeMap<String, (NodeId, Option<EngineHandle>)>,
-    ranks: BTreeMap<String, (NodeId, KvDoor)>,
+    engines: BTreeMap<String, (NodeId, watch::Receiver<Option<EngineHandle>>)>,
+    ranks: BTreeMap<String, Rank>,
     n_to_spoil: usize,
     harms: Vec<(Instant, &'static str)>,
     last_trouble: Option<Instant>,
     draining: BTreeSet<NodeId>,
+}
+
+/// The KV service of a rank.
+struct Rank {
+    node: NodeId,
+    door: KvDoor,
+    is_open: bool,
 }
 
 impl Services {
@@ -33,9 +40,14 @@ impl Services {
         Self { shared: Arc::default(), journal }
     }
 
-    /// Puts an engine behind an address, or takes it away.
-    pub(crate) fn set_engine(&self, endpoint: &str, node: NodeId, engine: Option<EngineHandle>) {
-        self.shared().engines.insert(endpoint.to_owned(), (node, engine));
+    /// Puts the engines of a process, life after life, behind an address.
+    pub(crate) fn set_engine(
+        &self,
+        endpoint: &str,
+        node: NodeId,
+        life: watch::Receiver<Option<EngineHandle>>,
+    ) {
+        self.shared().engines.insert(endpoint.to_owned(), (node, life));
     }
 
     /// The process at an address.
@@ -45,7 +57,7 @@ impl Services {
 
     /// The engine behind an address; none while a group has not formed.
     pub(crate) fn engine(&self, endpoint: &str) -> Option<EngineHandle> {
-        self.shared().engines.get(endpoint).and_then(|(_, engine)| engine.clone())
+        self.shared().engines.get(endpoint).and_then(|(_, life)| life.borrow().clone())
     }
 
     /// What the engine behind an address shows of itself.
@@ -56,19 +68,25 @@ impl Services {
     /// Opens the door of a rank, or closes it.
     pub(crate) fn set_door(&self, endpoint: &str, node: NodeId, inlet: Option<KvInlet>) {
         let mut shared = self.shared();
-        let (_, door) = shared.ranks.entry(endpoint.to_owned()).or_insert((node, KvDoor::default()));
+        let closed = || Rank { node, door: KvDoor::default(), is_open: false };
+        let rank = shared.ranks.entry(endpoint.to_owned()).or_insert_with(closed);
+        rank.is_open = inlet.is_some();
         match inlet {
-            Some(inlet) => door.open(inlet),
-            None => door.close(),
+            Some(inlet) => rank.door.open(inlet),
+            None => rank.door.close(),
         }
     }
 
     pub(crate) fn rank_node(&self, endpoint: &str) -> Option<NodeId> {
-        self.shared().ranks.get(endpoint).map(|(node, _)| *node)
+        self.shared().ranks.get(endpoint).map(|rank| rank.node)
+    }
+
+    pub(crate) fn is_open(&self, endpoint: &str) -> bool {
+        self.shared().ranks.get(endpoint).is_some_and(|rank| rank.is_open)
     }
 
     pub(crate) fn door(&self, endpoint: &str) -> Option<KvDoor> {
-        self.shared().ranks.get(endpoint).map(|(_, door)| door.clone())
+        self.shared().ranks.get(endpoint).map(|rank| rank.door.clone())
     }
 
     /// Takes note of something that may cost a request an attempt.

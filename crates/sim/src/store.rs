@@ -4,16 +4,19 @@
 //! bear. A watch looks again whenever a call changed something and at least every so often; it does not wait on the
 //! coordinator's own bell, which wakes watchers in an order that no seed decides.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 
 use futures::FutureExt;
 use longreach_cluster::{
-    Batch, BoxFuture, Coordinator, CoordinatorError, Lease, LeaseId, MemoryCoordinator, Prefix, Revision,
-    Snapshot, Swap, Watch, WatchError,
+    Batch, BoxFuture, Coordinator, CoordinatorError, Entry, Lease, LeaseId, MemoryCoordinator, Prefix,
+    Revision, Snapshot, Swap, Watch, WatchError,
 };
 use tokio::{
     sync::Notify,
-    time::{sleep, timeout},
+    time::{Instant, sleep, timeout},
 };
 
 use crate::{
@@ -33,6 +36,8 @@ pub(crate) struct StoreHost {
     pub(crate) memory: MemoryCoordinator,
     pub(crate) node: NodeId,
     changed: Arc<Notify>,
+    /// When something last began or ceased to be wrong with it.
+    disturbed: Arc<Mutex<Option<Instant>>>,
 }
 
 /// The store, as `from` reaches it.
@@ -48,7 +53,28 @@ pub(crate) struct SimStore {
 
 impl StoreHost {
     pub(crate) fn new(node: NodeId) -> Self {
-        Self { memory: MemoryCoordinator::default(), node, changed: Arc::default() }
+        Self {
+            memory: MemoryCoordinator::default(),
+            node,
+            changed: Arc::default(),
+            disturbed: Arc::default(),
+        }
+    }
+
+    /// Something begins or ceases to be wrong. Watches look at once.
+    pub(crate) fn disturb(&self) {
+        *self.disturbed.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        self.ring();
+    }
+
+    /// Whether nothing has been wrong with it since `time`.
+    pub(crate) fn was_calm(&self, time: Instant) -> bool {
+        self.disturbed.lock().unwrap_or_else(PoisonError::into_inner).is_none_or(|at| at < time)
+    }
+
+    /// What it holds, but for what its network does; none if it is away.
+    pub(crate) fn peek(&self, prefix: &Prefix) -> Option<Vec<Entry>> {
+        Some(self.memory.snapshot(prefix).now_or_never()?.ok()?.entries)
     }
 
     /// Lets watches look at once.

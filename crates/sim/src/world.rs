@@ -7,13 +7,14 @@ use std::{
 };
 
 use longreach_cluster::{
-    Coordinator, GroupId, Key, KeySpace, LeaseId, PrefillRegistration, ReadyRecord, Record, RegistrationState,
+    Coordinator, Entry, EpochRecord, Expect, GroupId, Key, KeySpace, LeaseId, PrefillRegistration,
+    ReadyRecord, Record, RegistrationState, Swap, raise_epoch, read_epoch,
 };
 use longreach_router::{WorkerSource, simulation::SimRouter};
 use longreach_service::Lifecycle;
-use longreach_types::WorkerId;
+use longreach_types::{Epoch, GroupSecret, WorkerId};
 use tokio::{
-    sync::{mpsc, watch},
+    sync::watch,
     time::{Instant, sleep, timeout},
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -28,7 +29,7 @@ use crate::{
     scenario::Scenario,
     services::Services,
     store::StoreHost,
-    worker::{Group, Prefill, key_space},
+    worker::{Group, Prefill, Process, key_space},
 };
 
 /// How long views may take to converge after everything has healed: the longest lease, and the pauses of retries.
@@ -52,7 +53,7 @@ pub(crate) struct World {
     pub(crate) prefills: Vec<Prefill>,
     pub(crate) routers: Vec<RouterSlot>,
     pub(crate) clients: TaskTracker,
-    leaves: Mutex<BTreeMap<NodeId, CancellationToken>>,
+    processes: Mutex<BTreeMap<NodeId, Process>>,
     /// Processes that do not come back.
     retired: Mutex<BTreeSet<NodeId>>,
     registrations: Mutex<BTreeMap<String, watch::Receiver<RegistrationState>>>,
@@ -113,7 +114,7 @@ impl World {
             prefills,
             routers,
             clients: TaskTracker::new(),
-            leaves: Mutex::default(),
+            processes: Mutex::default(),
             retired: Mutex::default(),
             registrations: Mutex::default(),
             scenario,
@@ -210,12 +211,16 @@ impl World {
 
     async fn compare_views(&self) -> Result<(), String> {
         let snapshot = self.host.memory.snapshot(self.keys.all()).await.map_err(|error| error.to_string())?;
-        let (mut groups, mut prefills) = (Vec::new(), Vec::new());
+        let (mut groups, mut prefills, mut epochs) = (Vec::new(), Vec::new(), Vec::new());
         for entry in &snapshot.entries {
             match self.keys.parse(&entry.key) {
                 Some(Key::Ready(group)) => {
                     let ready = ReadyRecord::decode(&entry.value).map_err(|error| error.to_string())?;
                     groups.push((WorkerId(group.0), ready.epoch.0));
+                }
+                Some(Key::Epoch(group)) => {
+                    let record = EpochRecord::decode(&entry.value).map_err(|error| error.to_string())?;
+                    epochs.push((WorkerId(group.0), record.epoch.0));
                 }
                 Some(Key::Prefill(id)) => {
                     let found =
@@ -235,6 +240,14 @@ impl World {
             })
             .collect();
         check_equal("groups as formed and as stored", &formed, &groups)?;
+        // A leader that is not the one whom the store knows does not go on. Data that was lost is not put back.
+        let fenced = groups.iter().find(|(id, live)| {
+            let raised = epochs.iter().find(|(group, _)| group == id);
+            raised.is_some_and(|(_, raised)| raised > live)
+        });
+        if let Some(fenced) = fenced {
+            return Err(format!("group {fenced:?} is in an epoch before the one that is stored: {epochs:?}"));
+        }
         let prefills_left = self.prefills.iter().filter(|prefill| !self.retired().contains(&prefill.node));
         let registered: Vec<_> = prefills_left.map(|prefill| self.registered(&prefill.id)).collect();
         check_equal("prefill workers as they live and as stored", &registered, &prefills)?;
@@ -268,8 +281,55 @@ impl World {
         self.registrations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn leaves(&self) -> MutexGuard<'_, BTreeMap<NodeId, CancellationToken>> {
-        self.leaves.lock().unwrap_or_else(PoisonError::into_inner)
+    /// What runs, or ran last, on each node of a worker.
+    pub(crate) fn processes(&self) -> MutexGuard<'_, BTreeMap<NodeId, Process>> {
+        self.processes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn process(&self, node: NodeId) -> Process {
+        self.processes().get(&node).cloned().unwrap_or_default()
+    }
+
+    /// What the store holds under `key`, as nobody but the simulation can see it; none while it is away.
+    pub(crate) fn stored(&self, key: &Key) -> Option<Option<Vec<u8>>> {
+        let key = self.keys.encode(key).ok()?;
+        let entries = self.host.peek(self.keys.all())?;
+        Some(entries.into_iter().find(|entry| entry.key == key).map(|entry| entry.value))
+    }
+
+    /// Whether nothing has been wrong with the store, nor on the way of `node` to it, since `time`.
+    pub(crate) fn store_was_calm(&self, node: NodeId, time: Instant) -> bool {
+        self.scenario.lost_permille == 0
+            && self.host.was_calm(time)
+            && self.net.was_calm(&[node, self.host.node], time)
+    }
+
+    /// The ranks of this node that have peers, who can notice that one computes for ever.
+    pub(crate) fn ranks_with_peers(&self, node: NodeId) -> Vec<usize> {
+        let with_peers = self.groups.iter().filter(|group| group.nodes.len() > 1);
+        let ranks = with_peers.flat_map(|group| group.nodes.iter().enumerate());
+        ranks.filter(|(_, member)| **member == node).map(|(rank, _)| rank).collect()
+    }
+
+    /// Raises a group's epoch as a second process of its leader's name would, which then is gone.
+    pub(crate) async fn raise_as_rival(&self, group: &Group) -> bool {
+        let Ok(Some((last, _))) = read_epoch(&self.host.memory, &self.keys, &group.id).await else {
+            return false;
+        };
+        let secret = GroupSecret::new([0; 32]);
+        let make = |epoch| EpochRecord { epoch, secret, members: last.members };
+        let raised = raise_epoch(&self.host.memory, &self.keys, (&group.id, Epoch(0)), make).await;
+        self.host.ring();
+        raised.is_ok()
+    }
+
+    /// Takes all its data from the store.
+    pub(crate) async fn wipe_store(&self) {
+        for Entry { key, revision, .. } in self.host.peek(self.keys.all()).unwrap_or_default() {
+            let swap = Swap { key, expect: Expect::At(revision), value: None, lease: None };
+            // A store that is away cannot be wiped either.
+            let _away = self.host.memory.swap(swap).await;
+        }
     }
 
     pub(crate) fn retired(&self) -> MutexGuard<'_, BTreeSet<NodeId>> {
@@ -280,15 +340,12 @@ impl World {
     pub(crate) fn retire(&self, node: NodeId) -> bool {
         let leaders: Vec<_> = self.groups.iter().map(|group| group.nodes[0]).collect();
         let prefills: Vec<_> = self.prefills.iter().map(|prefill| prefill.node).collect();
-        let role = if leaders.contains(&node) { leaders } else { prefills };
+        let Some(role) = [leaders, prefills].into_iter().find(|role| role.contains(&node)) else {
+            return false;
+        };
         let mut retired = self.retired();
         let n_left = role.iter().filter(|node| !retired.contains(node)).count();
         n_left > 1 && retired.insert(node)
-    }
-
-    /// Cancelled when the process on `node` leaves the cluster.
-    pub(crate) fn leaving(&self, node: NodeId) -> CancellationToken {
-        self.leaves().get(&node).cloned().unwrap_or_default()
     }
 
     /// The lease of one of the registered workers.
@@ -337,17 +394,18 @@ impl World {
         if !self.net.kill(node, death) {
             return false;
         }
+        self.process(node).end();
         for group in &self.groups {
             for (rank, _) in group.nodes.iter().enumerate().filter(|(_, member)| **member == node) {
-                group.rank_faces[rank].show(None, 0);
+                group.rank_faces[rank].show(0);
                 self.services.set_door(&group.rank_endpoint(rank), node, None);
                 if rank == 0 {
-                    self.services.set_engine(&group.endpoint(), node, None);
+                    self.services.set_engine(&group.endpoint(), node, watch::channel(None).1);
                 }
             }
         }
         for prefill in self.prefills.iter().filter(|prefill| prefill.node == node) {
-            self.services.set_engine(&prefill.endpoint(), node, None);
+            self.services.set_engine(&prefill.endpoint(), node, watch::channel(None).1);
         }
         true
     }
@@ -412,10 +470,15 @@ fn new_group(net: &Net, scenario: &Scenario, idx: usize) -> Group {
     let others = (1..shape.n_ranks)
         .map(|rank| if shape.ranks_apart { net.add_node(format!("{id}-{rank}")) } else { first });
     let nodes: Vec<_> = std::iter::once(first).chain(others).collect();
-    let (sessions, inboxes) = nodes.iter().map(|_| mpsc::channel(4)).unzip::<_, _, Vec<_>, Vec<_>>();
-    let inboxes = inboxes.into_iter().map(tokio::sync::Mutex::new).collect();
+    let listeners = nodes.iter().map(|_| Mutex::default()).collect();
     let rank_faces = nodes.iter().map(|_| Default::default()).collect();
-    Group { idx, id, nodes, sessions: Arc::new(sessions), inboxes: Arc::new(inboxes), rank_faces }
+    Group {
+        id,
+        nodes,
+        listeners: Arc::new(listeners),
+        secrets: Arc::new(Mutex::new(Rng::new(scenario.seed, 100 + idx as u64))),
+        rank_faces,
+    }
 }
 
 fn check_equal<T: PartialEq + std::fmt::Debug>(what: &str, left: &T, right: &T) -> Result<(), String> {

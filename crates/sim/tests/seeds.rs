@@ -29,6 +29,9 @@ const MUST_HAPPEN: &[(&str, u64)] = &[
     ("answer of the store lost", 50),
     ("router killed", 5),
     ("burst of requests", 5),
+    ("rank computes for ever", 5),
+    ("epoch raised by a rival", 5),
+    ("store wiped", 5),
     ("client left", 100),
     ("slow client", 100),
     // What it leads to.
@@ -48,6 +51,10 @@ const MUST_HAPPEN: &[(&str, u64)] = &[
     ("hand-off stood still", 5),
     ("epoch ended by a failure", 20),
     ("watchdog ended an epoch", 1),
+    ("watchdog of a follower ended an epoch", 1),
+    ("epoch ended in good order", 20),
+    ("process with a stuck rank ended", 1),
+    ("call into another life refused", 1),
 ];
 
 #[test]
