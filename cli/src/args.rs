@@ -275,6 +275,9 @@ impl EngineArgs {
         if n_threads == 0 {
             return Err(CliError::Usage("--threads is 0; give at least 1".to_owned()));
         }
+        let kv_bytes = self.kv_mib.checked_mul(1 << 20).ok_or_else(|| {
+            CliError::Usage(format!("--kv-mib is {}; no machine can address as much", self.kv_mib))
+        })?;
         let base = EngineConfig::default();
         let mut sched = base.sched;
         sched.local_prefill_max = self.local_prefill_max.unwrap_or(sched.local_prefill_max);
@@ -284,7 +287,7 @@ impl EngineArgs {
             kv_dtype: self.kv_dtype,
             merge_form: self.merge,
             query_form: self.query,
-            kv_bytes: self.kv_mib << 20,
+            kv_bytes,
             max_seq_len: self.max_seq_len,
             n_threads: (n_threads / n_ranks).max(1),
             isa: self.isa.unwrap_or(base.isa),

@@ -197,6 +197,22 @@ fn contradictions_are_named() {
             &["prefill", "--engine-max-batch-tokens", "4"],
             "engine.max_batch_tokens is 4; it must be at least engine.max_seqs",
         ),
+        (
+            &["prefill", "--engine-max-intake", "9223372036854775807"],
+            "engine.max_intake is 9223372036854775807",
+        ),
+        (&["prefill", "--reuse-group-tokens-per-s", "0"], "reuse.group_tokens_per_s: is no cost"),
+        (
+            &["prefill", "--cluster-lease-ttl", "9000000000s"],
+            "cluster.lease_ttl is 2500000h; it must be from 2s",
+        ),
+        (&["decode", "--cluster-etcd-server-name", "etcd"], "cluster.etcd_ca is not set"),
+        (&["decode", "--cluster-etcd-user", "me"], "cluster.etcd_password_file is not set"),
+        (&["router", "--decode", "http://a:1", "--sampling-temperature=-1"], "sampling.temperature is -1"),
+        (
+            &["router", "--decode", "http://a:1", "--serving-keep-alive-timeout", "0s"],
+            "serving.keep_alive_timeout is 0; it must be longer than zero",
+        ),
         (&["router"], "workers.decode is not set"),
         (&["router", "--decode", "http://a:1", "--cluster-etcd", "http://b:1"], "workers is a fixed list"),
         (&["router", "--decode", "a:1"], "decode is \"a:1\"; it must be http://host:port"),

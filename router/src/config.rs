@@ -5,6 +5,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 use longreach_service::{DrainConfig, Lifecycle};
 use longreach_text::TextModel;
 use longreach_tls::{FaceTls, Security};
+use longreach_types::{SamplingError, SamplingParams};
 use tokio::sync::Semaphore;
 
 use crate::{
@@ -121,23 +122,48 @@ impl RouterConfig {
             let (value, allowed) = (format!("{:?}", self.model_name), "a printable name".to_owned());
             return Err(ConfigError { field: "model_name", value, allowed });
         }
-        at_least("max_choices", self.limits.max_choices, 1)?;
-        at_least("max_inflight", self.limits.max_inflight, self.limits.max_choices)?;
-        at_least("max_body_bytes", self.limits.max_body_bytes, 1024)?;
-        at_least("max_attempts", self.recovery.max_attempts as usize, 1)?;
-        at_least("max_concurrent_streams", self.serving.max_concurrent_streams as usize, 1)?;
+        at_least("limits.max_choices", self.limits.max_choices, 1)?;
+        at_least("limits.max_inflight", self.limits.max_inflight, self.limits.max_choices)?;
+        at_least("limits.max_body", self.limits.max_body_bytes, 1024)?;
+        at_least("recovery.max_attempts", self.recovery.max_attempts as usize, 1)?;
+        at_least("serving.max_concurrent_streams", self.serving.max_concurrent_streams as usize, 1)?;
         if self.limits.max_inflight > Semaphore::MAX_PERMITS {
             let (value, allowed) =
                 (self.limits.max_inflight.to_string(), format!("at most {}", Semaphore::MAX_PERMITS));
-            return Err(ConfigError { field: "max_inflight", value, allowed });
+            return Err(ConfigError { field: "limits.max_inflight", value, allowed });
         }
-        positive("connect_timeout", self.workers.connect_timeout)?;
+        positive("workers.connect_timeout", self.workers.connect_timeout)?;
         positive("workers.keep_alive_interval", self.workers.keep_alive_interval)?;
-        positive("poll_interval", self.workers.poll_interval)?;
+        positive("workers.poll_interval", self.workers.poll_interval)?;
         positive("workers.keep_alive_timeout", self.workers.keep_alive_timeout)?;
-        positive("heartbeat_interval", self.streams.heartbeat_interval)?;
-        positive("stall_timeout", self.streams.stall_timeout)?;
-        positive("keep_alive_interval", self.serving.keep_alive_interval)
+        positive("serving.heartbeat_interval", self.streams.heartbeat_interval)?;
+        positive("serving.stall_timeout", self.streams.stall_timeout)?;
+        positive("serving.keep_alive_interval", self.serving.keep_alive_interval)?;
+        positive("serving.keep_alive_timeout", self.serving.keep_alive_timeout)?;
+        self.check_sampling()
+    }
+
+    /// Defaults are not the client's: one that no request could have would be found fault with in every request.
+    fn check_sampling(&self) -> Result<(), ConfigError> {
+        let (defaults, base) = (&self.sampling, SamplingParams::default());
+        let params = SamplingParams {
+            temperature: defaults.temperature.unwrap_or(base.temperature),
+            top_p: defaults.top_p.unwrap_or(base.top_p),
+            min_p: defaults.min_p.unwrap_or(base.min_p),
+            repetition_penalty: defaults.repetition_penalty.unwrap_or(base.repetition_penalty),
+            max_tokens: 1,
+            ..base
+        };
+        params.validate(usize::MAX).map_err(|SamplingError { field, value, allowed }| {
+            let field = match field {
+                "temperature" => "sampling.temperature",
+                "top_p" => "sampling.top_p",
+                "min_p" => "sampling.min_p",
+                "repetition_penalty" => "sampling.repetition_penalty",
+                other => other,
+            };
+            ConfigError { field, value, allowed }
+        })
     }
 
     /// How it drains.

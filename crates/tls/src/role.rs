@@ -31,8 +31,12 @@ impl Role {
 
     /// [`Self::dns_name`], as TLS wants it.
     pub(crate) fn server_name(self, cluster: &str) -> Result<ServerName<'static>, TlsError> {
-        let name = DnsName::try_from(self.dns_name(cluster));
-        name.map(ServerName::DnsName).map_err(|_| TlsError::ClusterName { name: cluster.to_owned() })
+        let refused = || TlsError::ClusterName { name: cluster.to_owned() };
+        // DNS names do not tell case apart, and clusters' names do: two clusters must not share certificates.
+        if cluster.contains(|c: char| c.is_ascii_uppercase()) {
+            return Err(refused());
+        }
+        DnsName::try_from(self.dns_name(cluster)).map(ServerName::DnsName).map_err(|_| refused())
     }
 }
 

@@ -14,6 +14,7 @@ use longreach_service::{
 };
 use longreach_types::{GroupShape, KvDtype, WeightForm};
 use serde::{Deserialize, Serialize};
+use tokio::sync::Semaphore;
 
 /// How an engine computes and what it may hold.
 #[derive(Args, Clone, Debug, Deserialize, Serialize)]
@@ -129,6 +130,10 @@ impl EngineSection {
         ];
         if let Some((key, _)) = fields.into_iter().find(|&(_, value)| value == 0) {
             return Err(contradiction(key, "0", "at least 1"));
+        }
+        if self.max_intake > Semaphore::MAX_PERMITS {
+            let must = format!("at most {}", Semaphore::MAX_PERMITS);
+            return Err(contradiction("engine.max_intake", &self.max_intake.to_string(), &must));
         }
         if self.max_batch_tokens < self.max_seqs {
             let must = format!("at least engine.max_seqs, which is {}", self.max_seqs);

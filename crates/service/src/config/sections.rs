@@ -15,6 +15,9 @@ use crate::role::{RoleError, sentence};
 /// Leases are counted in seconds, and a renewal needs time.
 const MIN_LEASE_TTL: Duration = Duration::from_secs(2);
 
+/// A worker that is dead for a day is no trouble of etcd. etcd itself refuses leases of some hundred years.
+const MAX_LEASE_TTL: Duration = Duration::from_secs(24 * 3600);
+
 /// The cluster that a role belongs to.
 #[derive(Args, Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
@@ -59,11 +62,11 @@ impl ClusterSection {
     /// Checks name and endpoints.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.keys().map(drop)?;
-        if self.lease_ttl.0 < MIN_LEASE_TTL {
+        if !(MIN_LEASE_TTL..=MAX_LEASE_TTL).contains(&self.lease_ttl.0) {
             return Err(ConfigError::Contradiction {
                 key: "cluster.lease_ttl".to_owned(),
                 value: self.lease_ttl.to_string(),
-                must: format!("at least {}", Span(MIN_LEASE_TTL)),
+                must: format!("from {} to {}", Span(MIN_LEASE_TTL), Span(MAX_LEASE_TTL)),
             });
         }
         self.etcd_config().map(drop)?;
@@ -113,8 +116,8 @@ impl ClusterSection {
             (Some(ca), _) => {
                 Some(EtcdTls { ca: ca.clone(), identity, server_name: self.etcd_server_name.clone() })
             }
-            (None, Some(_)) => return Err(ConfigError::Missing { key: "cluster.etcd_ca" }),
-            (None, None) => None,
+            (None, None) if self.etcd_server_name.is_none() => None,
+            (None, _) => return Err(ConfigError::Missing { key: "cluster.etcd_ca" }),
         };
         let scheme = if tls.is_some() { "https://" } else { "http://" };
         if let Some(url) = self.etcd.iter().find(|url| !url.starts_with(scheme)) {
