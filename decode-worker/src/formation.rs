@@ -16,7 +16,7 @@
 //! one from forming. Ranks that are in the view and not alive cost one attempt with its bound; the next attempt is a new
 //! epoch, and nothing of the last one can reach into it.
 
-use std::{collections::BTreeMap, io, time::Duration};
+use std::{collections::BTreeMap, convert::Infallible, io, time::Duration};
 
 use longreach_cluster::{
     Backoff, DecodeRegistration, EpochError, EpochRecord, GroupId, ReadyRecord, RegistrationState,
@@ -244,7 +244,6 @@ impl<R: Ranks> Formation<R> {
     async fn serve(&mut self, record: &EpochRecord, life: &R::Led, shutdown: &CancellationToken) -> End {
         let engine = life.engine();
         self.life.send_replace(Some(engine.clone()));
-        self.is_serving.send_replace(true);
         let ready = self.ready(record);
         let registration = self.registrations.values().next().cloned();
         let announcing = announce(self.cluster.clone(), self.group.clone(), ready, registration);
@@ -271,7 +270,20 @@ impl<R: Ranks> Formation<R> {
             } => End::Fenced(newer),
             () = overdue(life.deserted(), self.stuck_timeout) => End::Stuck,
             never = announcing => match never {},
+            never = self.known(record) => match never {},
         }
+    }
+
+    /// The group serves once the store says so, where those look who send it work, and then for as long as it lives: trouble
+    /// of the store is none of the group's.
+    async fn known(&self, record: &EpochRecord) -> Infallible {
+        let mut view = self.view.clone();
+        let is_known =
+            |view: &GroupView| view.ready.get(&self.group).is_some_and(|r| r.epoch == record.epoch);
+        if view.wait_for(is_known).await.is_ok() {
+            self.is_serving.send_replace(true);
+        }
+        std::future::pending().await
     }
 
     fn ready(&self, record: &EpochRecord) -> ReadyRecord {
@@ -340,14 +352,15 @@ impl<R: Ranks> Formation<R> {
         shutdown: &CancellationToken,
         leave: &CancellationToken,
     ) -> Result<Drained, Stuck> {
+        let mut last = None;
         loop {
             // Both arms only wait.
             let record = tokio::select! {
                 biased;
                 () = shutdown.cancelled() => break,
-                record = self.called() => record,
+                record = self.called(last.as_ref()) => record,
             };
-            self.seen = record.epoch;
+            last = Some(record.clone());
             let moot = CancellationToken::new();
             let joining = self.meet(self.ranks.follow(&record, &moot), &moot, (&record, shutdown));
             let life = match joining.await {
@@ -360,7 +373,6 @@ impl<R: Ranks> Formation<R> {
                 }
             };
             info!(group = self.group.0, epoch = %record.epoch, "joined the group");
-            self.is_serving.send_replace(true);
             let end = self.obey(&record, life, shutdown, leave).await;
             self.is_serving.send_replace(false);
             self.ranks.close_doors();
@@ -372,8 +384,9 @@ impl<R: Ranks> Formation<R> {
         Ok(Drained::Finished)
     }
 
-    /// Waits for an epoch that counts on this process.
-    async fn called(&mut self) -> EpochRecord {
+    /// Waits for another epoch than the `last`, which counts on this process. It need not be a higher one: a store that has
+    /// lost its data begins again. An old one cannot come back, because it does not know this process's present life.
+    async fn called(&mut self, last: Option<&EpochRecord>) -> EpochRecord {
         loop {
             let own = self.own_lives();
             let counts_on_us = |record: &&EpochRecord| {
@@ -382,7 +395,7 @@ impl<R: Ranks> Formation<R> {
                 })
             };
             let view = self.view.borrow_and_update().clone();
-            let record = view.epoch.as_ref().filter(|record| record.epoch > self.seen);
+            let record = view.epoch.as_ref().filter(|record| last != Some(*record));
             if let Some(record) = record.filter(counts_on_us) {
                 return record.clone();
             }
@@ -409,6 +422,7 @@ impl<R: Ranks> Formation<R> {
             end = &mut ended => return Ok(end),
             () = &mut overdue => return Err(stuck),
             () = shutdown.cancelled() => {}
+            never = self.known(record) => match never {},
         }
         // Out of the membership first, so that the leader does not count on this rank again.
         leave.cancel();
@@ -449,7 +463,7 @@ async fn announce(
     group: GroupId,
     ready: ReadyRecord,
     registration: Option<watch::Receiver<RegistrationState>>,
-) -> std::convert::Infallible {
+) -> Infallible {
     let Some(mut state) = registration else { return std::future::pending().await };
     let mut backoff = Backoff::default();
     loop {

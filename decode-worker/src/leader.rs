@@ -6,6 +6,7 @@ use longreach_proto::{
     WorkerError,
     worker::{DecodeEvent, DecodeHandler, EventStream, GenerateRequest, GroupInfo},
 };
+use longreach_worker::Introduction;
 use tokio::sync::watch;
 
 /// Answers routers for a decode group, in all its lives.
@@ -13,11 +14,17 @@ pub(crate) struct Leader {
     life: watch::Receiver<Option<EngineHandle>>,
     group_id: String,
     gate: Gate,
+    introduction: Introduction,
 }
 
 impl Leader {
-    pub(crate) fn new(life: watch::Receiver<Option<EngineHandle>>, group_id: String, gate: Gate) -> Self {
-        Self { life, group_id, gate }
+    pub(crate) fn new(
+        life: watch::Receiver<Option<EngineHandle>>,
+        group_id: String,
+        gate: Gate,
+        introduction: Introduction,
+    ) -> Self {
+        Self { life, group_id, gate, introduction }
     }
 
     fn engine(&self) -> Result<EngineHandle, WorkerError> {
@@ -38,6 +45,7 @@ impl DecodeHandler for Leader {
         // Who asks wants to send work.
         self.gate.check()?;
         let info = self.engine()?.info();
+        self.introduction.asked(info.epoch);
         let pools = info.pools();
         Ok(GroupInfo {
             group_id: self.group_id.clone(),

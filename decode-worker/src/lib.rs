@@ -37,7 +37,7 @@ use longreach_proto::worker::{decode_server, kv_server};
 use longreach_service::{AdminBindError, Hold, ReadinessCell, config::Advertise};
 use longreach_tls::Security;
 use longreach_types::{Epoch, Incarnation};
-use longreach_worker::Ops;
+use longreach_worker::{Introduction, Ops};
 use tokio::{sync::watch, task::JoinHandle, time::timeout};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::service::Routes;
@@ -56,6 +56,9 @@ const STUCK_MARGIN: Duration = Duration::from_secs(5);
 
 /// How long a process with a rank that does not end tries to take its registration with it.
 const FAREWELL_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// What keeps a process from being ready while its group does not live.
+const WITHOUT_GROUP: &str = "the group's other ranks";
 
 /// The services of which health checks ask.
 const SERVICE_NAMES: [&str; 2] = ["longreach.worker.v1.DecodeService", "longreach.worker.v1.KvService"];
@@ -299,9 +302,15 @@ impl DecodeWorker {
         let (tasks, leave, close) = (TaskTracker::new(), CancellationToken::new(), CancellationToken::new());
         let gate = Gate::default();
         let leads = members.first().is_some_and(|member| member.rank == 0);
-        let leader = leads.then(|| Leader::new(life.subscribe(), config.group_id.clone(), gate.clone()));
+        let introduction = Introduction::default();
+        let leader = leads.then(|| {
+            Leader::new(life.subscribe(), config.group_id.clone(), gate.clone(), introduction.clone())
+        });
         let readiness = ops.readiness.clone();
-        let holding = hold_without_group(readiness.clone(), is_serving.subscribe());
+        // Before anybody is told that the process has started.
+        let hold = readiness.hold(WITHOUT_GROUP);
+        let lives = (is_serving.subscribe(), life.subscribe());
+        let holding = hold_without_group((readiness.clone(), hold), lives, introduction);
         tasks.spawn(close.clone().run_until_cancelled_owned(holding));
         readiness.started();
         let servers =
@@ -430,15 +439,26 @@ fn follow_view(
 }
 
 /// Keeps the process from being ready while its group does not live.
-async fn hold_without_group(readiness: ReadinessCell, mut is_serving: watch::Receiver<bool>) {
-    let mut hold: Option<Hold> = None;
+async fn hold_without_group(
+    (readiness, hold): (ReadinessCell, Hold),
+    (mut is_serving, life): (watch::Receiver<bool>, watch::Receiver<Option<EngineHandle>>),
+    introduction: Introduction,
+) {
+    let mut hold = Some(hold);
     loop {
         let serves = *is_serving.borrow_and_update();
-        hold = match (serves, hold) {
-            (true, _) => None,
-            (false, None) => Some(readiness.hold("the group's other ranks")),
-            (false, hold) => hold,
-        };
+        if serves && hold.is_some() {
+            // Only the process that leads is asked by routers.
+            let epoch = life.borrow().as_ref().map(|engine| engine.info().epoch);
+            if let Some(epoch) = epoch {
+                introduction.made(epoch).await;
+            }
+            if *is_serving.borrow() {
+                hold = None;
+            }
+        } else if !serves && hold.is_none() {
+            hold = Some(readiness.hold(WITHOUT_GROUP));
+        }
         if is_serving.changed().await.is_err() {
             return;
         }

@@ -6,17 +6,24 @@ use longreach_proto::{
     WorkerError,
     worker::{EventStream, PrefillEvent, PrefillHandler, PrefillInfo, RunRequest},
 };
+use longreach_worker::Introduction;
 
 /// Answers routers for a prefill worker.
 pub(crate) struct Prefill {
     engine: EngineHandle,
     worker_id: String,
     gate: Gate,
+    introduction: Introduction,
 }
 
 impl Prefill {
-    pub(crate) fn new(engine: EngineHandle, worker_id: String, gate: Gate) -> Self {
-        Self { engine, worker_id, gate }
+    pub(crate) fn new(
+        engine: EngineHandle,
+        worker_id: String,
+        gate: Gate,
+        introduction: Introduction,
+    ) -> Self {
+        Self { engine, worker_id, gate, introduction }
     }
 }
 
@@ -33,6 +40,7 @@ impl PrefillHandler for Prefill {
         // Who asks wants to send work.
         self.gate.check()?;
         let info = self.engine.info();
+        self.introduction.asked(info.epoch);
         Ok(PrefillInfo {
             worker_id: self.worker_id.clone(),
             max_seq_len: info.max_seq_len,

@@ -17,8 +17,8 @@ use longreach_engine::{
 use longreach_proto::worker::prefill_server;
 use longreach_service::{AdminBindError, Hold, config::Advertise};
 use longreach_tls::Security;
-use longreach_types::{GroupShape, Incarnation, WorkerId};
-use longreach_worker::Ops;
+use longreach_types::{Epoch, GroupShape, Incarnation, WorkerId};
+use longreach_worker::{Introduction, Ops};
 use tokio::{runtime::Handle, sync::watch};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::service::Routes;
@@ -148,7 +148,9 @@ impl PrefillWorker {
         let id = WorkerId(config.worker_id.clone());
         let member = PrefillRegistration { id, incarnation: Incarnation::default(), endpoint, layout_hash };
         let spec = member.spec(&keys, config.lease_ttl).map_err(|error| format!("registering: {error}"))?;
-        let handler = Prefill::new(engine.handle.clone(), config.worker_id, gate.clone());
+        let (introduction, epoch) = (Introduction::default(), engine.handle.info().epoch);
+        let handler =
+            Prefill::new(engine.handle.clone(), config.worker_id, gate.clone(), introduction.clone());
         let routes = Routes::new(prefill_server(Arc::new(handler)));
         let readiness = ops.readiness.clone();
         let hold = readiness.hold("registration");
@@ -156,7 +158,7 @@ impl PrefillWorker {
         let server = tasks.spawn(door.serve(routes, close.clone()));
         let registration =
             Registration::spawn(&coordinator, spec).map_err(|error| format!("registering: {error}"))?;
-        tasks.spawn(release_when_registered(hold, registration.state(), leave.clone()));
+        tasks.spawn(release_when_known(hold, (registration.state(), introduction, epoch), leave.clone()));
         let rival = superseded(registration.state());
         tasks.spawn(registration.until(leave.clone()));
         readiness.started();
@@ -185,15 +187,19 @@ impl PrefillWorker {
     }
 }
 
-/// Lets the worker be ready once it is registered. It stays so when its store goes away: those who know it still send it
-/// work.
-async fn release_when_registered(
+/// Lets the worker be ready once it is registered and a router knows it. It stays so when its store goes away: those who
+/// know it still send it work.
+async fn release_when_known(
     hold: Hold,
-    mut state: watch::Receiver<RegistrationState>,
+    (mut state, introduction, epoch): (watch::Receiver<RegistrationState>, Introduction, Epoch),
     leave: CancellationToken,
 ) {
     let is_registered = |state: &RegistrationState| matches!(state, RegistrationState::Registered { .. });
-    // An end of either kind makes readiness void, and drops the hold too.
-    let _ended = leave.run_until_cancelled(state.wait_for(is_registered)).await;
+    let known = async {
+        // An end of either kind makes readiness void, and drops the hold too.
+        drop(state.wait_for(is_registered).await);
+        introduction.made(epoch).await;
+    };
+    let _or_left = leave.run_until_cancelled(known).await;
     drop(hold);
 }

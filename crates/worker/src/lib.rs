@@ -4,10 +4,12 @@
 //! What both do *with* an engine (doors, drain) is in the engine's own crate. This one stands above it, so that an engine
 //! can be built and tested without a command line, a metrics registry or an HTTP server.
 
+mod introduction;
 mod metrics;
 mod ops;
 mod settings;
 
+pub use introduction::Introduction;
 pub use metrics::EngineMetrics;
 pub use ops::Ops;
 pub use settings::{EngineSection, ReuseSection, WorkerDrainSection, open_model};
