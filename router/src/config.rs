@@ -219,7 +219,7 @@ mod tests {
         let mut config = RouterConfig::new("m");
         config.limits = RequestLimits { max_choices: 8, max_inflight: 7, ..config.limits };
         let error = config.validate().unwrap_err();
-        assert_eq!(error.to_string(), "max_inflight is 7; it must be at least 8");
+        assert_eq!(error.to_string(), "limits.max_inflight is 7; it must be at least 8");
         assert_eq!(RouterConfig::new("").validate().unwrap_err().field, "model_name");
     }
 }

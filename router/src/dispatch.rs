@@ -207,7 +207,6 @@ impl Choice {
         match event {
             LegEvent::Accepted { cached_len } => {
                 self.stage = Stage::Prefill;
-                self.failures.n_starts = 0;
                 ChoiceEvent::Accepted { cached_len }
             }
             LegEvent::Token { token, cached_len } => {
@@ -252,6 +251,7 @@ impl Choice {
         let was_at_work = leg.is_some_and(|leg| leg.was_at_work());
         if was_at_work && !fault.is_refusal() {
             self.failures.n_attempts += 1;
+            self.failures.n_starts = 0;
         } else {
             self.failures.n_starts += 1;
         }

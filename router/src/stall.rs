@@ -9,7 +9,7 @@
 use std::{
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
-    task::{Context, Poll},
+    task::{Context, Poll, Wake, Waker},
     time::Duration,
 };
 
@@ -34,12 +34,25 @@ pub(crate) struct Watched<T>(Arc<Shared<T>>);
 
 struct Shared<T> {
     state: Mutex<State<T>>,
+    bell: Arc<Bell>,
+}
+
+/// What the stream rings when an item is there. Apart from the state, because a stream may do so while it is polled, and
+/// because it keeps what it rings.
+struct Bell(Mutex<Call>);
+
+struct Call {
+    waker: Waker,
+    /// Since when an item has been there that nobody has come for.
+    since: Option<Instant>,
 }
 
 struct State<T> {
     /// `None` once it is over.
     stream: Option<BoxStream<'static, T>>,
-    /// Since when an item is with the connection and the next one is not wanted; `None` while one is.
+    /// Since when an item is with the connection and the next one is not wanted; `None` if one was and was not there. Then
+    /// [`Call::since`] says whether anybody came when it was: a connection looks for items as long as there are any, and
+    /// only then whether it can send them.
     idle_since: Option<Instant>,
     /// What a client that comes back is told.
     last_words: Option<T>,
@@ -73,7 +86,8 @@ impl StallWatch {
             idle_since: Some(Instant::now()),
             last_words: Some(last_words),
         };
-        let shared = Arc::new(Shared { state: Mutex::new(state) });
+        let bell = Bell(Mutex::new(Call { waker: Waker::noop().clone(), since: None }));
+        let shared = Arc::new(Shared { state: Mutex::new(state), bell: Arc::new(bell) });
         let weak: Weak<Shared<T>> = Arc::downgrade(&shared);
         self.streams().push(weak);
         Watched(shared)
@@ -118,10 +132,27 @@ impl<T> Shared<T> {
     }
 }
 
+impl Bell {
+    fn call(&self) -> MutexGuard<'_, Call> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        let mut call = self.call();
+        call.since.get_or_insert_with(Instant::now);
+        let waker = call.waker.clone();
+        drop(call);
+        waker.wake();
+    }
+}
+
 impl<T: Send> Stalling for Shared<T> {
     fn end_if_idle_since(&self, limit: Instant) -> bool {
         let mut state = self.state();
-        let is_stalled = state.stream.is_some() && state.idle_since.is_some_and(|since| since <= limit);
+        let idle_since = state.idle_since.or(self.bell.call().since);
+        let is_stalled = state.stream.is_some() && idle_since.is_some_and(|since| since <= limit);
         if is_stalled {
             state.stream = None;
         }
@@ -135,7 +166,9 @@ impl<T> Stream for Watched<T> {
     fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<T>> {
         let mut state = self.0.state();
         let Some(stream) = &mut state.stream else { return Poll::Ready(state.last_words.take()) };
-        let polled = stream.poll_next_unpin(context);
+        *self.0.bell.call() = Call { waker: context.waker().clone(), since: None };
+        let waker = Waker::from(Arc::clone(&self.0.bell));
+        let polled = stream.poll_next_unpin(&mut Context::from_waker(&waker));
         state.idle_since = match &polled {
             Poll::Pending => None,
             Poll::Ready(Some(_)) => Some(Instant::now()),
@@ -196,6 +229,32 @@ mod tests {
         assert_eq!((numbers.next().await, numbers.next().await), (Some(-1), None));
         watch.look(Instant::now());
         assert!(watch.streams().is_empty(), "what is over is forgotten");
+    }
+
+    /// A connection that has sent what was there asks for more, and only when that comes looks whether it can be sent.
+    #[tokio::test(start_paused = true)]
+    async fn an_item_that_nobody_comes_for_is_one_that_nobody_wants() {
+        let watch = watch();
+        let (items, receiver) = tokio::sync::mpsc::channel(4);
+        let mut stream = watch.watch(
+            stream::unfold(receiver, |mut receiver: tokio::sync::mpsc::Receiver<i32>| async move {
+                Some((receiver.recv().await?, receiver))
+            }),
+            -1,
+        );
+        assert_eq!(futures::poll!(stream.next()), Poll::Pending);
+        tokio::time::advance(2 * PATIENCE).await;
+        watch.look(Instant::now());
+        items.send(7).await.unwrap();
+        tokio::time::advance(PATIENCE - Duration::from_secs(1)).await;
+        watch.look(Instant::now());
+        assert_eq!(stream.next().await, Some(7), "it was wanted in time");
+        assert_eq!(futures::poll!(stream.next()), Poll::Pending);
+        items.send(8).await.unwrap();
+        tokio::time::advance(PATIENCE).await;
+        watch.look(Instant::now());
+        assert!(items.is_closed(), "what the stream holds is given back");
+        assert_eq!((stream.next().await, stream.next().await), (Some(-1), None));
     }
 
     #[tokio::test(start_paused = true)]

@@ -36,7 +36,10 @@ async fn open(channel: &Channel) -> Streaming<GenerateStreamResponse> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_that_do_not_read_hold_little_slow_nobody_and_are_ended() {
-    let decode = FakeDecode::start_sized(Arc::default(), 1_000_000, |_, _| Plan::default()).await;
+    // At a pace, so that a connection that has sent what was there waits for the next token before it finds that it cannot
+    // send it.
+    let plan = Plan { pace: Duration::from_millis(1), ..Plan::default() };
+    let decode = FakeDecode::start_sized(Arc::default(), 1_000_000, move |_, _| plan.clone()).await;
     let mut config = quick_config();
     config.streams.stall_timeout = STALL;
     let router = TestRouter::start_with(config, &[&decode], &[]).await;
