@@ -86,7 +86,7 @@ impl CertRequest {
     /// Makes CA, certificates and keys, and writes them.
     pub fn write(self) -> Result<MadeCerts, CertsError> {
         fs::create_dir_all(&self.out).map_err(|source| self.write_error(&self.out, source))?;
-        // Certificates of different CAs beside each other would be worse than none: all or nothing.
+        // Certificates of different CAs beside each other would be worse than none: nobody mixes them without --force.
         if let Some(path) = self.paths().into_iter().find(|path| path.exists() && !self.force) {
             return Err(CertsError::Exists { path, out: self.out });
         }
