@@ -38,7 +38,8 @@ pub struct TestCluster {
     pub prefills: Vec<EngineHandle>,
     /// The model's name.
     pub model_name: String,
-    grpc_addr: SocketAddr,
+    /// Where the router serves gRPC.
+    pub grpc_addr: SocketAddr,
     channel: Channel,
     shutdown: CancellationToken,
     running: JoinSet<Result<(), LocalError>>,

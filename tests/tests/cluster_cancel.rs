@@ -1,13 +1,21 @@
 //! A client that goes away frees both sides at once, wherever its request is.
 
-use std::time::{Duration, Instant};
+use std::{
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
 
 use futures::StreamExt;
 use longreach_engine::{EngineHandle, EngineInfo};
 use longreach_proto::inference::generate_stream_response::Event;
 use longreach_tests::{
     cluster::{PATIENCE, TestCluster, ask::Ask, cluster_config, model::ServedModel, report, tiny_engine},
+    parts::Parts,
     tiny::Error,
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
 };
 
 /// How soon both sides must be at rest when the client has gone. A loose bound: machines that run tests are busy.
@@ -164,4 +172,72 @@ async fn ten_cancelled_requests_free_both_sides_and_hold_nobody_up() -> Result<(
     assert!(best(&behind) < alone + Duration::from_millis(500), "{behind:?} behind, {alone:?} alone");
     assert!(best(&rests) < Duration::from_millis(100), "{rests:?}");
     cluster.stop().await
+}
+
+/// A frame of HTTP/2 on `stream`.
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let len = (payload.len() as u32).to_be_bytes();
+    [&len[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+/// Calls `path` many times and gives all of it up, in one packet, so that the server hears of the end of a call before it
+/// has begun with it. Whether the connection is still there after that.
+async fn survives_a_burst(addr: SocketAddr, path: &str) -> Result<bool, Error> {
+    const HEADERS: u8 = 1;
+    const RST_STREAM: u8 = 3;
+    const SETTINGS: u8 = 4;
+    const PING: u8 = 6;
+    const GOAWAY: u8 = 7;
+    let text = |text: &str| [&[text.len() as u8], text.as_bytes()].concat();
+    let host = addr.to_string();
+    // POST, http, then :path, :authority, content-type and te as literals.
+    let fields = [
+        vec![0x83, 0x86, 0x04],
+        text(path),
+        vec![0x01],
+        text(&host),
+        vec![0x0f, 0x10],
+        text("application/grpc"),
+        vec![0x00],
+        text("te"),
+        text("trailers"),
+    ]
+    .concat();
+    let mut packet = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    packet.extend(frame(SETTINGS, 0, 0, &[]));
+    for call in 0..100 {
+        packet.extend(frame(HEADERS, 4, 2 * call + 1, &fields));
+        packet.extend(frame(RST_STREAM, 0, 2 * call + 1, &8_u32.to_be_bytes()));
+    }
+    packet.extend(frame(PING, 0, 0, &[7; 8]));
+    let mut stream = TcpStream::connect(addr).await?;
+    stream.write_all(&packet).await?;
+    loop {
+        let mut head = [0; 9];
+        stream.read_exact(&mut head).await?;
+        let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
+        stream.read_exact(&mut payload).await?;
+        match (head[3], head[4]) {
+            (PING, 1) if payload == [7; 8] => return Ok(true),
+            (GOAWAY, _) => return Ok(false),
+            _ => {}
+        }
+    }
+}
+
+/// All clients behind a proxy, or all of a router, share a connection to whom they call.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_calls_given_up_at_once_do_not_end_the_connection_of_the_others() -> Result<(), Error> {
+    let model = ServedModel::golden("llama", None)?;
+    let cluster = TestCluster::start(&model, cluster_config(tiny_engine(1, 1))).await?;
+    let generate = "/longreach.inference.v1.InferenceService/GenerateStream";
+    assert!(survives_a_burst(cluster.grpc_addr, generate).await?, "the router ended the connection");
+    cluster.stop().await?;
+    let parts = Parts::new(model)?;
+    let mut rank = parts.rank("a", 0, tiny_engine(1, 1)).await?;
+    rank.serves().await?;
+    let addr = rank.endpoint.trim_start_matches("http://").parse()?;
+    let generate = "/longreach.worker.v1.DecodeService/Generate";
+    assert!(survives_a_burst(addr, generate).await?, "the worker ended the connection");
+    rank.part.drain().await
 }
