@@ -273,7 +273,12 @@ impl Net {
         let alive = self.state().nodes[node.0].alive.clone();
         let net = self.clone();
         self.spawn(async move {
-            alive.run_until_cancelled(net.freezing(node, task)).await;
+            // Biased: the dead do nothing more. Both arms may be dropped, as everything of a process may.
+            tokio::select! {
+                biased;
+                () = alive.cancelled() => {}
+                () = net.freezing(node, task) => {}
+            }
         });
     }
 

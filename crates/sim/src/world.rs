@@ -304,9 +304,10 @@ impl World {
             && self.net.was_calm(&[node, self.host.node], time)
     }
 
-    /// The ranks of this node that have peers, who can notice that one computes for ever.
+    /// The ranks of this node with peers that can notice that one computes for ever, because none of them does.
     pub(crate) fn ranks_with_peers(&self, node: NodeId) -> Vec<usize> {
-        let with_peers = self.groups.iter().filter(|group| group.nodes.len() > 1);
+        let is_well = |group: &&Group| !group.nodes.iter().any(|&node| self.net.is_stuck(node));
+        let with_peers = self.groups.iter().filter(|group| group.nodes.len() > 1).filter(is_well);
         let ranks = with_peers.flat_map(|group| group.nodes.iter().enumerate());
         ranks.filter(|(_, member)| **member == node).map(|(rank, _)| rank).collect()
     }
