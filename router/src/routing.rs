@@ -14,8 +14,10 @@ pub(crate) enum Tier {
     Good,
     /// It refused work for want of room a moment ago.
     Busy,
-    /// It failed lately, or failed this very request. Still better than nobody.
+    /// It failed lately, or failed this very request. Still better than one that is not there.
     Suspect,
+    /// It does not answer now. Still better than nobody.
+    Lost,
 }
 
 /// One worker, as the policy sees it.
@@ -64,11 +66,11 @@ mod tests {
     proptest! {
         #[test]
         fn the_choice_is_of_the_best_tier_and_near_the_least_cost(
-            workers in prop::collection::vec((0_u64..1000, 0_u8..3, 0_u64..3), 0..20),
+            workers in prop::collection::vec((0_u64..1000, 0_u8..4, 0_u64..3), 0..20),
             slack in 0_u64..100,
             draws in any::<[u64; 2]>(),
         ) {
-            let tiers = [Tier::Good, Tier::Busy, Tier::Suspect];
+            let tiers = [Tier::Good, Tier::Busy, Tier::Suspect, Tier::Lost];
             let candidates: Vec<Candidate> = workers
                 .iter()
                 .map(|&(cost, tier, affinity)| Candidate { cost, tier: tiers[tier as usize], affinity })

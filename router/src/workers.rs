@@ -365,11 +365,17 @@ impl<R: Role> Pool<R> {
 
     fn candidate(member: &Member<R>, demand: &Demand<'_>, fit: Fit, now: Duration) -> Candidate {
         let is_listed = member.unlisted_since.is_none() && fit == Fit::Good;
-        let failed = !is_listed || !member.reachable || demand.failed.contains(&member.address.name);
+        let tier = if !member.reachable {
+            Tier::Lost
+        } else if !is_listed || demand.failed.contains(&member.address.name) {
+            Tier::Suspect
+        } else {
+            member.health.tier(now)
+        };
         let tokens = member.foreign_tokens + member.own_tokens + demand.tokens;
         Candidate {
             cost: tokens / member.load.n_shares.max(1),
-            tier: if failed { Tier::Suspect } else { member.health.tier(now) },
+            tier,
             affinity: demand.session.map_or(0, |session| affinity(session, &member.address.name)),
         }
     }

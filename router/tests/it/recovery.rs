@@ -17,7 +17,9 @@ use proptest::{prelude::*, test_runner::TestRunner};
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
-use crate::support::{FakeDecode, FakePrefill, Handoffs, Plan, TestRouter, pair, quick_config, simple};
+use crate::support::{
+    FakeDecode, FakePrefill, Handoffs, Plan, TestRouter, eventually, pair, quick_config, simple,
+};
 
 fn gone() -> WorkerError {
     WorkerError::Unavailable("gone")
@@ -148,6 +150,35 @@ async fn a_group_that_forms_is_not_stormed_because_another_is_there_that_does_no
     assert_eq!(say(&router, 12).await.unwrap_err().code(), Code::Aborted);
     let n_calls = one.calls().len() + other.calls().len();
     assert!((3..40).contains(&n_calls), "{n_calls} calls within the window of two seconds");
+}
+
+/// Once every worker has failed an output, one that answers is a better guess than one that is gone, however idle that
+/// seems.
+#[tokio::test]
+async fn a_worker_that_is_gone_is_asked_after_all_that_are_there() {
+    let handoffs = Arc::new(Handoffs::default());
+    let gone_one = FakePrefill::start(Arc::clone(&handoffs), |_, _| Plan::default()).await;
+    let other = FakePrefill::start(Arc::clone(&handoffs), |n, _| match n {
+        0 => Plan { hang_after: Some(0), ..Plan::default() },
+        1 => Plan { refuse: Some(|| WorkerError::Aborted("it stood still".to_owned())), ..Plan::default() },
+        _ => Plan::default(),
+    })
+    .await;
+    let decode = FakeDecode::start_with(handoffs, |_, _| Plan::default().split()).await;
+    let router = TestRouter::start(&[&decode], &[&gone_one, &other]).await;
+    gone_one.kill();
+    // Work that makes the one that is there the dearer choice.
+    let mut busy = tokio::task::JoinSet::new();
+    let mut client = router.inference().await;
+    busy.spawn(async move {
+        let request = GenerateRequest {
+            prompt: Some(Prompt { prompt: Some(prompt::Prompt::Text("a long prompt".repeat(9))) }),
+            ..Default::default()
+        };
+        client.generate(request).await.map(drop)
+    });
+    eventually("it is busy", async || other.calls().len() == 1).await;
+    assert_eq!(say(&router, 12).await.unwrap(), undisturbed(12).await);
 }
 
 #[tokio::test]
