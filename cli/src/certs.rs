@@ -145,6 +145,7 @@ impl CertRequest {
         Ok(Pem { cert: cert.pem(), key: key.serialize_pem() })
     }
 
+    #[allow(clippy::disallowed_methods, reason = "a date, which nothing is measured by")]
     fn params(&self, names: &[String]) -> Result<CertificateParams, rcgen::Error> {
         let mut params = CertificateParams::new(names)?;
         params.distinguished_name = rcgen::DistinguishedName::new();

@@ -18,6 +18,7 @@
 
 use std::{collections::BTreeMap, convert::Infallible, io, time::Duration};
 
+use futures::future::join_all;
 use longreach_cluster::{
     Backoff, DecodeRegistration, EpochError, EpochRecord, GroupId, ReadyRecord, RegistrationState,
     publish_ready, raise_epoch, withdraw_ready,
@@ -26,6 +27,7 @@ use longreach_engine::{
     EngineHandle,
     serve::{Drained, drain},
 };
+use longreach_service::sentence;
 use longreach_types::{Epoch, Incarnation};
 use tokio::{
     sync::watch,
@@ -39,6 +41,9 @@ use crate::{
     ranks::{Followed, Led, Ranks, Stuck},
     view::{Fit, GroupView},
 };
+
+/// How long another group may take to say that it could go on with this group's sequences.
+const HEIR_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long a life must last for its end to count as a first failure.
 const LIVED: Duration = Duration::from_secs(10);
@@ -161,17 +166,18 @@ impl<R: Ranks> Formation<R> {
 
     /// Waits until every rank is there.
     async fn complete(&mut self) -> Vec<DecodeRegistration> {
-        let mut told = false;
+        let mut told = None;
         loop {
             let own = self.own_lives();
             let members = self.view.borrow_and_update().complete(&self.fit, &own);
             if let Some(members) = members {
                 return members;
             }
-            if !told {
-                told = true;
+            let missing = self.view.borrow().missing(&self.fit, &own);
+            if told.as_ref() != Some(&missing) {
                 let n_ranks = self.fit.shape.n_ranks();
-                info!(group = self.group.0, n_ranks, "waiting for the ranks of the group");
+                info!(group = self.group.0, n_ranks, ?missing, "waiting for the ranks of the group");
+                told = Some(missing);
             }
             self.changed().await;
         }
@@ -244,9 +250,10 @@ impl<R: Ranks> Formation<R> {
     async fn serve(&mut self, record: &EpochRecord, life: &R::Led, shutdown: &CancellationToken) -> End {
         let engine = life.engine();
         self.life.send_replace(Some(engine.clone()));
-        let ready = self.ready(record);
+        let ready = self.ready(record, engine.info().max_seq_len);
         let registration = self.registrations.values().next().cloned();
-        let announcing = announce(self.cluster.clone(), self.group.clone(), ready, registration);
+        let announcing =
+            announce(self.cluster.clone(), (self.group.clone(), ready), registration, self.backoff.clone());
         let mut view = self.view.clone();
         // All arms only wait, and the announcement begins again in the next life.
         tokio::select! {
@@ -286,13 +293,14 @@ impl<R: Ranks> Formation<R> {
         std::future::pending().await
     }
 
-    fn ready(&self, record: &EpochRecord) -> ReadyRecord {
+    fn ready(&self, record: &EpochRecord, max_seq_len: usize) -> ReadyRecord {
         ReadyRecord {
             epoch: record.epoch,
             endpoint: record.members[0].endpoint.clone(),
             n_ranks: self.fit.shape.n_ranks(),
             dcp_size: self.fit.shape.dcp_size(),
             layout_hash: self.fit.layout_hash.clone(),
+            max_seq_len,
         }
     }
 
@@ -333,13 +341,19 @@ impl<R: Ranks> Formation<R> {
         if *end == End::Stuck {
             return Err(stuck);
         }
-        timeout(self.stuck_timeout, life.stop()).await.map_err(|_| stuck)?;
-        Ok(drained)
+        tokio::select! {
+            biased;
+            () = life.stop() => Ok(drained),
+            () = awake(self.stuck_timeout) => Err(stuck),
+        }
     }
 
-    /// Lets sequences go: over to another group at once if there is one, else when they are done or the grace is over.
+    /// Lets sequences go: over to another group at once if there is one that can take them, else when they are done or the
+    /// grace is over.
     async fn settle(&self, engine: &EngineHandle) -> Drained {
-        let has_heir = self.view.borrow().has_heir(&self.group, &self.fit);
+        let heirs = self.view.borrow().heirs(&self.group, &self.fit, engine.info().max_seq_len);
+        let serves = heirs.iter().map(|endpoint| timeout(HEIR_TIMEOUT, self.ranks.serves(endpoint)));
+        let has_heir = join_all(serves).await.contains(&Ok(true));
         if has_heir {
             // An engine that hangs may not even take this in.
             let _or_not = timeout(self.drain_grace, engine.hand_over()).await;
@@ -367,7 +381,8 @@ impl<R: Ranks> Formation<R> {
                 Ok(life) => life,
                 Err(error) => {
                     // The leader has given the epoch up too; its next one is worth the next attempt.
-                    warn!(group = self.group.0, epoch = %record.epoch, %error, "the group did not form");
+                    let error = sentence(&error);
+                    warn!(group = self.group.0, epoch = %record.epoch, error, "the group did not form");
                     self.ranks.close_doors();
                     continue;
                 }
@@ -442,7 +457,7 @@ impl<R: Ranks> Formation<R> {
     async fn failed(&mut self, error: &FormError<R::Error>, shutdown: &CancellationToken) {
         self.ranks.close_doors();
         let pause = self.backoff.pause();
-        warn!(group = self.group.0, %error, ?pause, "the group did not form, trying again");
+        warn!(group = self.group.0, error = sentence(error), ?pause, "the group did not form, trying again");
         let _or_shutdown = shutdown.run_until_cancelled(sleep(pause)).await;
     }
 
@@ -460,12 +475,11 @@ impl<R: Ranks> Formation<R> {
 /// Keeps the store knowing that the group serves, under the leader's lease, as often as that changes.
 async fn announce(
     Cluster { coordinator, keys }: Cluster,
-    group: GroupId,
-    ready: ReadyRecord,
+    (group, ready): (GroupId, ReadyRecord),
     registration: Option<watch::Receiver<RegistrationState>>,
+    mut backoff: Backoff,
 ) -> Infallible {
     let Some(mut state) = registration else { return std::future::pending().await };
-    let mut backoff = Backoff::default();
     loop {
         let now = *state.borrow_and_update();
         if let RegistrationState::Registered { lease, .. } = now {
@@ -475,7 +489,8 @@ async fn announce(
                     info!(group = group.0, epoch = %ready.epoch, "group is ready");
                 }
                 Err(error) => {
-                    warn!(group = group.0, %error, "group could not be announced, trying again");
+                    let error = sentence(&error);
+                    warn!(group = group.0, error, "group could not be announced, trying again");
                     sleep(backoff.pause()).await;
                     continue;
                 }
@@ -490,7 +505,16 @@ async fn announce(
 /// Resolves when ranks had `bound` to come back from a life that the others have left.
 async fn overdue(deserted: CancellationToken, bound: Duration) {
     deserted.cancelled().await;
-    sleep(bound).await;
+    awake(bound).await;
+}
+
+/// Resolves when this process has had `bound` to do something in. Where all of it stands still (stopped, or a machine that
+/// is moved), its ranks have not had that time, and are given it when it goes on.
+async fn awake(bound: Duration) {
+    const N_PARTS: u32 = 20;
+    for _ in 0..N_PARTS {
+        sleep(bound / N_PARTS).await;
+    }
 }
 
 #[cfg(test)]

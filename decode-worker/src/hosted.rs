@@ -12,12 +12,16 @@ use longreach_engine::{
     BuildError, DecodeGroup, EngineConfig, EngineHandle, KvDoor, Model, Rank, RunningEngine, RunningFollower,
     process::{ConnectCancel, Peers, random_secret},
 };
+use longreach_tls::{Role, Security};
 use longreach_types::GroupSecret;
 use tokio::{
     runtime::Handle,
     task::{JoinHandle, spawn_blocking},
 };
 use tokio_util::sync::CancellationToken;
+use tonic_health::pb::{
+    HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+};
 
 use crate::ranks::{Followed, Led, Ranks};
 
@@ -27,6 +31,8 @@ pub(crate) struct Hosted {
     /// The door of each hosted rank.
     doors: Vec<KvDoor>,
     connect_timeout: Duration,
+    /// With which other groups are asked.
+    security: Security,
 }
 
 enum Loaded {
@@ -56,7 +62,7 @@ impl Hosted {
         model: &Model,
         config: &EngineConfig,
         one: Option<(usize, TcpListener)>,
-        connect_timeout: Duration,
+        (connect_timeout, security): (Duration, Security),
         progress: &(dyn Fn(usize, usize) + Sync),
     ) -> Result<Self, BuildError> {
         let (ranks, n_doors) = match one {
@@ -68,7 +74,7 @@ impl Hosted {
         };
         // One for each: clones of a door are the same door.
         let doors = std::iter::repeat_with(KvDoor::default).take(n_doors).collect();
-        Ok(Self { ranks, doors, connect_timeout })
+        Ok(Self { ranks, doors, connect_timeout, security })
     }
 
     /// The door of each hosted rank, in rank order.
@@ -145,6 +151,15 @@ impl Ranks for Hosted {
 
     fn close_doors(&self) {
         self.doors.iter().for_each(KvDoor::close);
+    }
+
+    async fn serves(&self, endpoint: &str) -> bool {
+        // The bound is the caller's.
+        let Ok(channel) = self.security.channel(endpoint, Role::Decode, |endpoint| endpoint) else {
+            return false;
+        };
+        let answer = HealthClient::new(channel).check(HealthCheckRequest::default()).await;
+        answer.is_ok_and(|answer| answer.into_inner().status() == ServingStatus::Serving)
     }
 }
 

@@ -216,8 +216,8 @@ impl DecodeConfig {
         }
         let (loading, config) = (model.clone(), self.engine.clone());
         let one = listener.map(|(listener, _)| (members[0].rank, listener));
-        let connect_timeout = self.formation.connect_timeout;
-        let load = move || Hosted::load(&loading, &config, one, connect_timeout, &progress);
+        let means = (self.formation.connect_timeout, self.security.clone());
+        let load = move || Hosted::load(&loading, &config, one, means, &progress);
         let ops = Ops::open("decode", self.http_addr).await?;
         let life = watch::Sender::new(None::<EngineHandle>);
         let current = life.subscribe();
@@ -318,7 +318,8 @@ impl DecodeWorker {
         let group = GroupId(config.group_id.clone());
         let registrations = enlist(&tasks, &cluster, (&group, &members), (config.formation, &leave))
             .map_err(|error| format!("registering: {error}"))?;
-        let view = follow_view(&tasks, &cluster, (&group, &fit), &close);
+        let backoff = Backoff::of(members.first().map_or("", |member| &member.id.0));
+        let view = follow_view(&tasks, &cluster, (&group, &fit), (&backoff, &close));
         let formation = Formation {
             cluster,
             group,
@@ -330,7 +331,7 @@ impl DecodeWorker {
             registrations,
             life,
             is_serving,
-            backoff: Backoff::default(),
+            backoff,
             seen: Epoch(0),
         };
         let end = shutdown.child_token();
@@ -429,11 +430,11 @@ fn follow_view(
     tasks: &TaskTracker,
     cluster: &Cluster,
     (group, fit): (&GroupId, &Fit),
-    close: &CancellationToken,
+    (backoff, close): (&Backoff, &CancellationToken),
 ) -> watch::Receiver<GroupView> {
     let (view_in, view) = watch::channel(GroupView::default());
     let Cluster { coordinator, keys } = cluster.clone();
-    let following = view::follow(coordinator, keys, (group.clone(), fit.clone()), view_in);
+    let following = view::follow(coordinator, keys, (group.clone(), fit.clone()), (view_in, backoff.clone()));
     tasks.spawn(close.clone().run_until_cancelled_owned(following));
     view
 }

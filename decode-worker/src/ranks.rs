@@ -18,7 +18,7 @@ pub trait Ranks: Send + Sync {
     /// A life that this process follows.
     type Followed: Followed;
     /// Why a life did not come about.
-    type Error: std::error::Error + Send;
+    type Error: std::error::Error + Send + 'static;
 
     /// Whether rank 0 is among them.
     fn has_leader(&self) -> bool;
@@ -43,6 +43,9 @@ pub trait Ranks: Send + Sync {
 
     /// From now on no KV is taken, until the next life.
     fn close_doors(&self);
+
+    /// Whether the group whose leader is at `endpoint` takes work now. What the store says of it may be as old as a lease.
+    fn serves(&self, endpoint: &str) -> impl Future<Output = bool> + Send;
 }
 
 /// A life with its leader in this process.

@@ -38,9 +38,9 @@ pub struct DecodeSettings {
     /// takes a free one.
     #[arg(long, default_value = "127.0.0.1:50061")]
     pub addr: SocketAddr,
-    /// Where a rank listens for its peers. Port 0 takes a free one.
-    #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDR")]
-    pub peer_addr: SocketAddr,
+    /// Where a rank listens for its peers. Port 0 takes a free one. Default: a free port where addr is.
+    #[arg(long, value_name = "ADDR")]
+    pub peer_addr: Option<SocketAddr>,
     /// The host, or host:port, that others are told in place of addr. The host holds for peer_addr too.
     #[arg(long, value_name = "HOST")]
     pub advertise: Option<Text<Advertise>>,
@@ -196,7 +196,7 @@ impl DecodeSettings {
         engine.heartbeat.interval = ranks.heartbeat_interval.0;
         engine.heartbeat.silence = ranks.heartbeat_silence.0;
         let hosting = match self.rank {
-            Some(rank) => Hosting::Rank { rank, peer_addr: self.peer_addr },
+            Some(rank) => Hosting::Rank { rank, peer_addr: self.peer_addr() },
             None => Hosting::Whole,
         };
         let lease_ttl = self.cluster.lease_ttl.0;
@@ -216,7 +216,22 @@ impl DecodeSettings {
     fn check_addresses(&self) -> Result<(), ConfigError> {
         let advertise = self.advertise.as_ref().map(|Text(advertise)| advertise);
         Advertise::check(advertise, "addr", self.addr)?;
-        if self.rank.is_some() { Advertise::check(advertise, "peer_addr", self.peer_addr) } else { Ok(()) }
+        if self.rank.is_none() {
+            return Ok(());
+        }
+        let peer_addr = self.peer_addr();
+        if advertise.is_some() && peer_addr.ip().is_loopback() && !self.addr.ip().is_loopback() {
+            let must = format!(
+                "an address that other hosts reach, as addr ({}) is: they are told advertise",
+                self.addr
+            );
+            return Err(contradiction("peer_addr", &peer_addr.to_string(), &must));
+        }
+        Advertise::check(advertise, "peer_addr", peer_addr)
+    }
+
+    fn peer_addr(&self) -> SocketAddr {
+        self.peer_addr.unwrap_or(SocketAddr::new(self.addr.ip(), 0))
     }
 }
 

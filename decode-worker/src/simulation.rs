@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use longreach_cluster::{Backoff, GroupId, RegistrationState};
+use longreach_cluster::{Backoff, DecodeRegistration, GroupId, RegistrationState};
 use longreach_engine::EngineHandle;
 pub use longreach_engine::serve::Drained;
 use longreach_types::{Epoch, GroupShape};
@@ -51,8 +51,11 @@ impl<R: Ranks> SimProcess<R> {
         let Self { cluster, group, shape, layout_hash, ranks, .. } = self;
         let fit = Fit { shape, layout_hash };
         let (view_in, view) = watch::channel(GroupView::default());
+        let first_rank = self.registrations.keys().next().copied().unwrap_or(0);
+        let backoff = Backoff::of(&DecodeRegistration::id_of(&group, first_rank).0);
         let Cluster { coordinator, keys } = cluster.clone();
-        let following = view::follow(coordinator, keys, (group.clone(), fit.clone()), view_in);
+        let following =
+            view::follow(coordinator, keys, (group.clone(), fit.clone()), (view_in, backoff.clone()));
         let formation = Formation {
             cluster,
             group,
@@ -64,7 +67,7 @@ impl<R: Ranks> SimProcess<R> {
             registrations: self.registrations,
             life,
             is_serving: watch::Sender::new(false),
-            backoff: Backoff::default(),
+            backoff,
             seen: Epoch(0),
         };
         // Both arms only wait; biased, so that a run is repeated by its seed.

@@ -7,6 +7,7 @@ use longreach_cluster::{
     Backoff, Coordinator, DecodeRegistration, EpochRecord, GroupId, KeySpace, MemberEvent, Membership,
     ReadyRecord, Watcher,
 };
+use longreach_service::sentence;
 use longreach_types::{Epoch, GroupShape, Incarnation};
 use tokio::sync::watch;
 use tracing::{info, warn};
@@ -44,15 +45,26 @@ impl GroupView {
         fit: &Fit,
         own: &BTreeMap<usize, Incarnation>,
     ) -> Option<Vec<DecodeRegistration>> {
-        let is_there = |rank: &usize| {
-            let member = self.ranks.get(rank)?;
-            let is_ours = own.get(rank).is_none_or(|incarnation| *incarnation == member.incarnation);
-            (is_ours && fit.misfit(member).is_none()).then(|| member.clone())
-        };
         if !self.is_current {
             return None;
         }
-        (0..fit.shape.n_ranks()).map(|rank| is_there(&rank)).collect()
+        (0..fit.shape.n_ranks()).map(|rank| self.member(rank, fit, own).cloned()).collect()
+    }
+
+    /// The ranks that the group's next life lacks: not registered, or not as they must be.
+    pub(crate) fn missing(&self, fit: &Fit, own: &BTreeMap<usize, Incarnation>) -> Vec<usize> {
+        (0..fit.shape.n_ranks()).filter(|&rank| self.member(rank, fit, own).is_none()).collect()
+    }
+
+    fn member(
+        &self,
+        rank: usize,
+        fit: &Fit,
+        own: &BTreeMap<usize, Incarnation>,
+    ) -> Option<&DecodeRegistration> {
+        let member = self.ranks.get(&rank)?;
+        let is_ours = own.get(&rank).is_none_or(|incarnation| *incarnation == member.incarnation);
+        (is_ours && fit.misfit(member).is_none()).then_some(member)
     }
 
     /// Whether the life of `record` cannot come about any more: there is a newer one, or one of its members has left or
@@ -64,9 +76,12 @@ impl GroupView {
         self.last_epoch() > record.epoch || self.is_current && !record.members.iter().all(is_there)
     }
 
-    /// Whether another group could go on with this group's sequences.
-    pub(crate) fn has_heir(&self, group: &GroupId, fit: &Fit) -> bool {
-        self.ready.iter().any(|(name, ready)| name != group && ready.layout_hash == fit.layout_hash)
+    /// The leaders of other groups that could go on with any sequence of this group, of at most `max_seq_len` tokens.
+    pub(crate) fn heirs(&self, group: &GroupId, fit: &Fit, max_seq_len: usize) -> Vec<String> {
+        let fits =
+            |ready: &ReadyRecord| ready.layout_hash == fit.layout_hash && ready.max_seq_len >= max_seq_len;
+        let others = self.ready.iter().filter(|&(name, ready)| name != group && fits(ready));
+        others.map(|(_, ready)| ready.endpoint.clone()).collect()
     }
 }
 
@@ -87,16 +102,25 @@ pub(crate) async fn follow(
     coordinator: Arc<dyn Coordinator>,
     keys: KeySpace,
     (group, fit): (GroupId, Fit),
-    view: watch::Sender<GroupView>,
+    (view, backoff): (watch::Sender<GroupView>, Backoff),
 ) {
     let prefix = keys.all().clone();
+    let own = keys.group(&group).ok();
     let mut membership = Membership::new(keys);
-    let mut watcher = Watcher::new(coordinator, prefix, Backoff::default());
+    let mut watcher = Watcher::new(coordinator, prefix, backoff);
     loop {
         let events = membership.apply(watcher.next().await);
         view.send_modify(|view| {
             for event in events {
-                apply(view, &group, &fit, event);
+                match event {
+                    MemberEvent::Unreadable { key, error }
+                        if own.as_ref().is_some_and(|own| own.contains(&key)) =>
+                    {
+                        let error = error.map(|error| sentence(&*error));
+                        warn!(key, error, "a record of the group is not readable; taken for absent");
+                    }
+                    event => apply(view, &group, &fit, event),
+                }
             }
         });
     }

@@ -9,7 +9,8 @@ pub mod wire;
 
 pub use client::{ClientStream, DecodeClient, KvClient, PrefillClient};
 pub use server::{
-    DecodeHandler, EventStream, KvHandler, PrefillHandler, decode_server, kv_server, prefill_server,
+    DecodeHandler, EventStream, KvHandler, MAX_CELL_BYTES, PrefillHandler, decode_server, kv_server,
+    prefill_server,
 };
 pub use types::{
     DecodeEvent, FirstToken, GenerateRequest, GroupInfo, KvAck, KvChunk, KvCommit, KvLayout, KvMessage,

@@ -1,11 +1,21 @@
 //! What is too large is refused with its numbers, what is too much with a time to come back; nothing waits for ever.
 
-use futures::{StreamExt, future::join_all};
+use std::time::{Duration, Instant};
+
+use futures::{
+    StreamExt,
+    future::{join_all, try_join_all},
+};
+use longreach_proto::worker::DecodeClient;
 use longreach_tests::{
-    cluster::{PATIENCE, TestCluster, ask::Ask, cluster_config, eventually, model::ServedModel, tiny_engine},
+    cluster::{
+        PATIENCE, TestCluster, ask::Ask, cluster_config, eventually, model::ServedModel, report, tiny_engine,
+    },
+    parts::Parts,
     tiny::Error,
 };
-use tonic::Code;
+use tonic::{Code, transport::Endpoint};
+use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 
 /// VAL-9: a request larger than all KV would wait for ever.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -89,4 +99,37 @@ async fn a_router_with_too_many_outputs_in_the_making_refuses_more() -> Result<(
     let served = async || Ask::tokens([1, 2, 3]).max_tokens(2).output(&cluster).await.is_ok();
     assert!(eventually(served).await);
     cluster.stop().await
+}
+
+/// NET-10: a router has one connection to a worker and as many calls on it as it has outputs there. However many stand
+/// open on it, one more is answered; and calls that never end by themselves do not hold up the worker's end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ten_thousand_idle_streams_keep_out_no_call_and_hold_up_no_drain() -> Result<(), Error> {
+    let parts = Parts::new(ServedModel::golden("llama", None)?)?;
+    let mut rank = parts.rank("a", 0, tiny_engine(1, 1)).await?;
+    rank.serves().await?;
+    let channel = Endpoint::from_shared(rank.endpoint.clone())?.connect().await?;
+    let (health, decode) = (HealthClient::new(channel.clone()), DecodeClient::new(channel));
+    let watch = async || {
+        let mut stream = health.clone().watch(HealthCheckRequest::default()).await?.into_inner();
+        stream.message().await?.ok_or("the watch ended")?;
+        Ok::<_, Error>(stream)
+    };
+    let mut idle = Vec::new();
+    for n_streams in [101, 1000, 10_000] {
+        while idle.len() < n_streams {
+            let batch = (n_streams - idle.len()).min(100);
+            let opened = try_join_all((0..batch).map(|_| watch()));
+            idle.extend(tokio::time::timeout(PATIENCE, opened).await??);
+        }
+        let start = Instant::now();
+        let group = tokio::time::timeout(PATIENCE, decode.group()).await??;
+        report(&format!("{n_streams} idle streams: another call is answered in {:?}", start.elapsed()));
+        assert_eq!(group.group_id, "a");
+    }
+    let start = Instant::now();
+    rank.part.drain().await?;
+    report(&format!("{} idle streams: drained in {:?}", idle.len(), start.elapsed()));
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    Ok(())
 }

@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use futures::future::try_join_all;
-use longreach_engine::EnginePair;
+use longreach_engine::{BuildError, EnginePair};
+use longreach_proto::worker::MAX_CELL_BYTES;
 use longreach_tests::{
     cluster::{TestCluster, ask::Ask, cluster_config, model::ServedModel, report, tiny_engine},
     tiny::Error,
@@ -91,6 +92,37 @@ async fn a_prompt_may_take_longer_than_its_hand_off_may_stand_still() -> Result<
         cluster.stop().await?;
     }
     Ok(())
+}
+
+/// NET-1: the largest block whose layers each fit a message is served; with one position more no engine is built, so
+/// that nothing is found to be too large only when it is sent.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_largest_block_that_a_message_can_carry_is_handed_off_and_no_larger_is_accepted()
+-> Result<(), Error> {
+    let model = ServedModel::golden("llama", None)?;
+    let ask = Ask::tokens(prompt(40, 5)).max_tokens(20);
+    let mut engine = tiny_engine(2, 2);
+    let small = TestCluster::start(&model, cluster_config(engine.clone())).await?;
+    let want = ask.output_tokens(&small).await?;
+    small.stop().await?;
+
+    let layout = model.model.kv_layout(&engine);
+    let largest = MAX_CELL_BYTES / (layout.n_kv_heads * 2 * layout.head_dim * layout.kv_dtype.bytes());
+    engine.kv_bytes = 16 * layout.n_layers * MAX_CELL_BYTES;
+    for too_large in [largest + 1, usize::MAX] {
+        engine.block_size = too_large;
+        let refused = model.model.max_seq_len(&engine);
+        assert!(
+            matches!(refused, Err(BuildError::CellSize { block_size, max }) if (block_size, max) == (too_large, largest)),
+            "{refused:?}"
+        );
+    }
+    engine.block_size = largest;
+    let cluster = TestCluster::start(&model, cluster_config(engine)).await?;
+    assert_eq!(ask.output_tokens(&cluster).await?, want);
+    assert!(cluster.prefills[0].info().stats.totals.accepted > 0, "nothing was handed off");
+    cluster.assert_pools_whole().await?;
+    cluster.stop().await
 }
 
 /// An output of one token ends on the prefill worker: nothing is handed off, and nothing is held for it.

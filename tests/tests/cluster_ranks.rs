@@ -1,6 +1,10 @@
 //! Decode groups whose ranks are processes: they find each other, form, and replace each other under load.
 
+use std::net::TcpListener;
+
 use futures::StreamExt;
+use longreach_cluster::{Coordinator, Expect, GroupId, Key, KeySpace, ReadyRecord, Record, Swap};
+use longreach_engine::EngineConfig;
 use longreach_tests::{
     cluster::{
         ask::{Ask, Output},
@@ -8,7 +12,7 @@ use longreach_tests::{
         model::ServedModel,
         tiny_engine,
     },
-    parts::{Parts, RouterPart},
+    parts::{CLUSTER_NAME, Parts, RouterPart},
     tiny::Error,
 };
 use longreach_types::KvDtype;
@@ -101,6 +105,47 @@ async fn ranks_that_drain_hand_their_streams_over_and_their_group_forms_again() 
     assert!(epoch > first_epoch, "{epoch:?} after {first_epoch:?}");
 
     for part in [router.part, a1.part, a0.part, b1.part, prefill] {
+        part.drain().await?;
+    }
+    Ok(())
+}
+
+/// Another group is no use if it is too small for what this one has, or if it died a moment ago and the store does not know
+/// it yet: what cannot go on elsewhere is finished here.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_group_that_drains_keeps_what_no_other_can_take() -> Result<(), Error> {
+    let parts = Parts::new(ServedModel::golden("llama", Some(8192))?)?;
+    let mut engine = tiny_engine(1, 1);
+    engine.kv_bytes = 16 << 20;
+    let small = EngineConfig { max_seq_len: Some(200), ..engine.clone() };
+    let router = parts.router().await?;
+    let prefill = parts.prefill("p0", engine.clone()).await?;
+    let mut a = parts.rank("a", 0, engine).await?;
+    a.serves().await?;
+    assert!(eventually(async || undisturbed(&router).await.is_ok()).await, "no answer");
+    let wanted = tokens(undisturbed(&router).await?);
+
+    let mut b = parts.rank("b", 0, small).await?;
+    b.serves().await?;
+    assert!(eventually(async || matches!(b.health().await, Ok(ServingStatus::Serving))).await);
+    let key = |group: &str| KeySpace::new(CLUSTER_NAME)?.encode(&Key::Ready(GroupId(group.to_owned())));
+    let alive = parts.store.get(&key("a")?).await?.ok_or("a group that serves is not in the store")?;
+    // A port of which nobody answers.
+    let nobody = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+    let dead = ReadyRecord { endpoint: format!("http://{nobody}"), ..ReadyRecord::decode(&alive.value)? };
+    let (value, expect) = (Some(dead.encode()), Expect::Absent);
+    parts.store.swap(Swap { key: key("dead")?, expect, value, lease: None }).await?;
+
+    let begun = tokio::sync::Barrier::new(2);
+    let drained = async {
+        begun.wait().await;
+        a.part.drain().await
+    };
+    let (got, drained) = tokio::join!(outputs(&router, &begun), drained);
+    assert_eq!(tokens(got?), wanted);
+    drained?;
+    assert_eq!(router.metric("longreach_router_interrupted_streams_total").await?, 0.0);
+    for part in [router.part, b.part, prefill] {
         part.drain().await?;
     }
     Ok(())

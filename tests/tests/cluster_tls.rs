@@ -106,6 +106,7 @@ async fn a_registration_that_points_to_a_stranger_is_not_used() -> Result<(), Er
         n_ranks: 1,
         dcp_size: 1,
         layout_hash: String::new(),
+        max_seq_len: 0,
     };
     forge(&parts, Key::Ready(GroupId("posing".to_owned())), ready.encode()).await?;
 

@@ -118,7 +118,7 @@ async fn a_pulled_prefix_is_the_computed_one_in_any_group() {
         (TinyModel::golden("llama").unwrap(), KvDtype::F16),
         // Three KV heads: with four head groups some are stored twice, and are pulled once.
         (TinyModel::random(&RANDOM[0]).unwrap(), KvDtype::F32),
-        // A window of 37 positions.
+        // PFX-11: a window of 37 positions.
         (TinyModel::random(&RANDOM[5]).unwrap(), KvDtype::F16),
         (TinyModel::random(&RANDOM[6]).unwrap(), KvDtype::Bf16),
         // Fewer heads than ranks: some store nothing.

@@ -37,7 +37,8 @@ usage: cargo xtask <task>
   interop       a cluster on this machine against the Python clients of tests/python
   fuzz [--seconds N] [TARGET…]
                 the parsers of outside bytes under libFuzzer, each for N seconds (60); needs a nightly toolchain
-  chaos         the failure table with real processes; see `cargo xtask chaos --help`";
+  chaos [--release]
+                the failure table with real processes; see `cargo xtask chaos --help`";
 
 /// Exit code of a command line that cannot be understood (`EX_USAGE`).
 const EXIT_USAGE: u8 = 64;

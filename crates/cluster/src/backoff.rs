@@ -1,9 +1,12 @@
 //! Growing pauses between attempts, spread so that many clients of a store that comes back do not come at once.
 
-use std::time::Duration;
+use std::{
+    hash::{DefaultHasher, Hash, Hasher},
+    time::Duration,
+};
 
-/// Pauses that double up to a limit, each between half and the whole of its step. The spread comes from a seed (a
-/// digest of the worker's name, say), not from a random source: a simulation repeats to the nanosecond.
+/// Pauses that double up to a limit, each between half and the whole of its step. The spread comes from a seed, not from
+/// a random source: a simulation repeats to the nanosecond.
 #[derive(Clone, Debug)]
 pub struct Backoff {
     first: Duration,
@@ -18,9 +21,12 @@ impl Backoff {
         Self { first, max, step: first, state: seed }
     }
 
-    /// The same pauses with the spread of another seed.
-    pub(crate) fn seeded(self, seed: u64) -> Self {
-        Self { state: self.state ^ seed, ..self }
+    /// Pauses of 100 ms to 5 s, spread by the name of who pauses: those who lost the same store at the same moment do
+    /// not all come back to it at the same moment.
+    pub fn of(who: &str) -> Self {
+        let mut hasher = DefaultHasher::new();
+        who.hash(&mut hasher);
+        Self::new(Duration::from_millis(100), Duration::from_secs(5), hasher.finish())
     }
 
     /// The next pause.
@@ -38,12 +44,6 @@ impl Backoff {
     /// Starts again with short pauses, after a success.
     pub fn reset(&mut self) {
         self.step = self.first;
-    }
-}
-
-impl Default for Backoff {
-    fn default() -> Self {
-        Self::new(Duration::from_millis(100), Duration::from_secs(5), 0)
     }
 }
 
@@ -66,11 +66,11 @@ mod tests {
 
     #[test]
     fn two_workers_pause_differently_and_each_repeatably() {
-        let pauses = |seed| {
-            let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(1), seed);
+        let pauses = |who| {
+            let mut backoff = Backoff::of(who);
             [(); 4].map(|()| backoff.pause())
         };
-        assert_eq!(pauses(1), pauses(1));
-        assert_ne!(pauses(1), pauses(2));
+        assert_eq!(pauses("decode-0"), pauses("decode-0"));
+        assert_ne!(pauses("decode-0"), pauses("decode-1"));
     }
 }

@@ -190,6 +190,7 @@ mod tests {
             n_ranks: 2,
             dcp_size: 2,
             layout_hash: String::new(),
+            max_seq_len: 100,
         };
         let ttl = Duration::from_secs(30);
         for epoch in 1..3 {

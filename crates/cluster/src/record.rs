@@ -135,6 +135,9 @@ pub struct ReadyRecord {
     pub dcp_size: usize,
     /// Model and layout, in words.
     pub layout_hash: String,
+    /// The longest sequence; 0 where the record does not say.
+    #[serde(default)]
+    pub max_seq_len: usize,
 }
 
 /// What all registrations have in common: whose life it is.
@@ -157,7 +160,8 @@ impl PrefillRegistration {
     ) -> Result<RegistrationSpec<impl Fn(Incarnation) -> Vec<u8> + Send + Sync + use<>>, KeyError> {
         let key = keys.encode(&Key::Prefill(self.id.clone()))?;
         let value = move |incarnation| Self { incarnation, ..self.clone() }.encode();
-        Ok(RegistrationSpec { key, value, ttl, backoff: Backoff::default() })
+        let backoff = Backoff::of(&key);
+        Ok(RegistrationSpec { key, value, ttl, backoff })
     }
 
     /// Whether it may be under the key of `id`.
@@ -181,7 +185,8 @@ impl DecodeRegistration {
     ) -> Result<RegistrationSpec<impl Fn(Incarnation) -> Vec<u8> + Send + Sync + use<>>, KeyError> {
         let key = keys.encode(&Key::Rank { group: group.clone(), rank: self.rank })?;
         let value = move |incarnation| Self { incarnation, ..self.clone() }.encode();
-        Ok(RegistrationSpec { key, value, ttl, backoff: Backoff::default() })
+        let backoff = Backoff::of(&key);
+        Ok(RegistrationSpec { key, value, ttl, backoff })
     }
 
     /// Whether it may be under the key of `rank` of `group`, or at its place in an epoch of the group.

@@ -12,12 +12,7 @@
 
 mod thread;
 
-use std::{
-    collections::BTreeSet,
-    hash::{DefaultHasher, Hash, Hasher},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use longreach_types::{Incarnation, WorkerId};
 use tokio::{
@@ -103,11 +98,9 @@ pub async fn register<F>(
 ) where
     F: Fn(Incarnation) -> Vec<u8> + Send + Sync,
 {
-    let mut hasher = DefaultHasher::new();
-    spec.key.hash(&mut hasher);
     let mut registrar = Registrar {
         coordinator,
-        backoff: spec.backoff.clone().seeded(hasher.finish()),
+        backoff: spec.backoff.clone(),
         id: Holder::decode(&(spec.value)(Incarnation(0))).ok().map(|holder| holder.id),
         spec,
         state,
@@ -160,6 +153,22 @@ struct Lives {
     registered: Option<Incarnation>,
 }
 
+/// A lease and how long it surely lasts.
+struct Held {
+    id: LeaseId,
+    ttl: Duration,
+    /// Counted from when the store was asked, not from its answer: the answer may have taken most of the lease's time.
+    expires: Instant,
+}
+
+impl Held {
+    /// When it is renewed: at half of the time that remains.
+    fn due(&self) -> Instant {
+        let now = Instant::now();
+        now + self.expires.saturating_duration_since(now) / 2
+    }
+}
+
 /// Whose key it is.
 enum Claim {
     /// It is free.
@@ -183,9 +192,9 @@ impl<F: Fn(Incarnation) -> Vec<u8> + Send + Sync> Registrar<F> {
     async fn run(&mut self) -> Incarnation {
         loop {
             match self.enter().await {
-                Ok((lease, incarnation)) => {
+                Ok((held, incarnation)) => {
                     self.backoff.reset();
-                    match self.stay(lease, incarnation).await {
+                    match self.stay(held, incarnation).await {
                         Ended::Lost => self.revoke().await,
                         Ended::Superseded(by) => return by,
                     }
@@ -205,7 +214,8 @@ impl<F: Fn(Incarnation) -> Vec<u8> + Send + Sync> Registrar<F> {
         }
     }
 
-    async fn enter(&mut self) -> Result<(Lease, Incarnation), CoordinatorError> {
+    async fn enter(&mut self) -> Result<(Held, Incarnation), CoordinatorError> {
+        let asked = Instant::now();
         let lease = self.coordinator.grant_lease(self.spec.ttl).await?;
         self.lease = Some(lease.id);
         let incarnation = match self.put(Expect::Absent, Incarnation(0), lease).await {
@@ -222,7 +232,7 @@ impl<F: Fn(Incarnation) -> Vec<u8> + Send + Sync> Registrar<F> {
         self.lives.registered = Some(incarnation);
         info!(key = %self.spec.key, %incarnation, lease = %lease.id, "registered");
         self.state.send_replace(RegistrationState::Registered { incarnation, lease: lease.id });
-        Ok((lease, incarnation))
+        Ok((Held { id: lease.id, ttl: lease.ttl, expires: asked + lease.ttl }, incarnation))
     }
 
     /// Puts the key as a life that is newer than `earlier` and than every one of this process.
@@ -263,18 +273,18 @@ impl<F: Fn(Incarnation) -> Vec<u8> + Send + Sync> Registrar<F> {
     }
 
     /// Renews the lease until it is lost, or the key is.
-    async fn stay(&mut self, lease: Lease, incarnation: Incarnation) -> Ended {
-        let Lease { id, ttl, .. } = lease;
-        let mut expires = Instant::now() + ttl;
-        let mut due = Instant::now() + ttl / 2;
+    async fn stay(&mut self, mut held: Held, incarnation: Incarnation) -> Ended {
+        let Held { id, ttl, .. } = held;
+        let mut due = held.due();
         loop {
             time::sleep_until(due.min(Instant::now() + LOOK_PERIOD)).await;
             if Instant::now() >= due {
+                let asked = Instant::now();
                 match self.coordinator.keep_alive(id).await {
                     Ok(ttl) => {
                         self.backoff.reset();
-                        expires = Instant::now() + ttl;
-                        due = Instant::now() + ttl / 2;
+                        held.expires = asked + ttl;
+                        due = held.due();
                         self.set(RegistrationState::Registered { incarnation, lease: id });
                     }
                     Err(CoordinatorError::LeaseLost(_)) => {
@@ -283,7 +293,7 @@ impl<F: Fn(Incarnation) -> Vec<u8> + Send + Sync> Registrar<F> {
                     }
                     Err(error) => {
                         debug!(key = %self.spec.key, error = %Causes(&error), "lease was not renewed, trying again");
-                        due = Instant::now() + self.pause_before_retry(expires, (incarnation, id));
+                        due = Instant::now() + self.pause_before_retry(held.expires, (incarnation, id));
                         continue;
                     }
                 }

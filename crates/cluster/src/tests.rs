@@ -67,7 +67,7 @@ impl World {
     fn new() -> Self {
         let store = MemoryCoordinator::new(MemoryConfig { max_changes: 6 });
         let keys = KeySpace::new("c").unwrap();
-        let watcher = Watcher::new(Arc::new(store.clone()), keys.all().clone(), Backoff::default());
+        let watcher = Watcher::new(Arc::new(store.clone()), keys.all().clone(), Backoff::of("follower"));
         Self { store, keys, lease: None, watcher, view: View::default(), told: BTreeMap::new() }
     }
 
@@ -327,7 +327,15 @@ impl Written {
             }
             Self::Ready { .. } => {
                 let (endpoint, layout_hash) = (String::new(), String::new());
-                ReadyRecord { epoch: Epoch(3), endpoint, n_ranks: 1, dcp_size: 1, layout_hash }.encode()
+                ReadyRecord {
+                    epoch: Epoch(3),
+                    endpoint,
+                    n_ranks: 1,
+                    dcp_size: 1,
+                    layout_hash,
+                    max_seq_len: 1,
+                }
+                .encode()
             }
         }
     }

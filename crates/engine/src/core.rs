@@ -42,7 +42,7 @@ use crate::{
     outbound::OutboundSet,
     pull::PullSet,
     receive::{HandoffEnd, Receiver},
-    send::{LaneContext, LaneReport},
+    send::LaneSetup,
     transport::KvTransport,
 };
 
@@ -100,29 +100,6 @@ pub struct CoreParts<F> {
     pub deliveries: Deliveries,
     /// What comes from followers.
     pub followers: mpsc::Receiver<(usize, F)>,
-}
-
-/// What lanes run on.
-struct LaneSetup {
-    transport: Arc<dyn KvTransport>,
-    wake: Arc<Notify>,
-    reports: mpsc::Sender<LaneReport>,
-    tasks: TaskTracker,
-    runtime: Handle,
-    max_chunk_bytes: usize,
-}
-
-impl LaneSetup {
-    fn context(&self) -> LaneContext<'_> {
-        LaneContext {
-            transport: &self.transport,
-            wake: &self.wake,
-            reports: &self.reports,
-            tasks: &self.tasks,
-            runtime: &self.runtime,
-            max_chunk_bytes: self.max_chunk_bytes,
-        }
-    }
 }
 
 /// Why an engine cannot go on. Its epoch is over.

@@ -2,17 +2,14 @@
 
 use std::sync::Arc;
 
-use longreach_collective::{
-    control::{ControlConfig, local_control},
-    local_group,
-};
+use longreach_collective::{control::local_control, local_group};
 use longreach_types::{Epoch, GroupShape};
 use tokio::runtime::Handle;
 
 use crate::{
     inlet::KvInlet,
     member::{LeaderParts, Member, Rank, RunningEngine, World, targets},
-    setup::{BuildError, EngineConfig, Model},
+    setup::{BuildError, EngineConfig, Model, Plan},
     transport::{GrpcTransport, KvTransport},
 };
 
@@ -85,7 +82,9 @@ impl GroupLife {
         }
         let mut members = self.members.into_iter();
         let Some(first) = members.next() else { return Err(BuildError::Endpoints { want: 0, got: 0 }) };
-        let (leader, links) = local_control(n_ranks, ControlConfig::default());
+        let config = &first.rank.config;
+        let control = Plan::new(&first.rank.model, config)?.control(config);
+        let (leader, links) = local_control(n_ranks, control);
         let mut worlds = local_worlds(n_ranks, &first.rank.config).into_iter();
         let Some(world) = worlds.next() else { return Err(BuildError::Endpoints { want: 0, got: 0 }) };
         // A rank joins while its peers do, so each is started on a thread of its own.

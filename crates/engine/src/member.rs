@@ -133,6 +133,9 @@ impl Rank {
         progress: &(dyn Fn(usize, usize) + Sync),
     ) -> Result<Self, BuildError> {
         let plan = Plan::new(model, config)?;
+        // Before the weights are read, which takes longer.
+        longreach_kernels::check_memory(plan.kv_bytes)
+            .map_err(|source| BuildError::KvMemory { bytes: plan.kv_bytes, source })?;
         let options = LoadOptions {
             shape: config.shape,
             rank: idx,

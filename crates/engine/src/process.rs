@@ -8,13 +8,13 @@ use std::{
 };
 
 pub use longreach_collective::{ConnectCancel, random_secret};
-use longreach_collective::{ConnectError, ControlEnd, TcpConfig, TcpGroup, control::ControlConfig};
+use longreach_collective::{ControlEnd, TcpConfig, TcpGroup};
 use longreach_types::GroupSecret;
 use tokio::runtime::Handle;
 
 use crate::{
     member::{LeaderParts, Member, RunningEngine, RunningFollower, targets},
-    setup::BuildError,
+    setup::{BuildError, Plan},
     transport::GrpcTransport,
 };
 
@@ -62,9 +62,10 @@ impl Member {
         self.start_follower(Box::new(group.comm), link)
     }
 
-    fn connect(&self, listener: &TcpListener, peers: &Peers) -> Result<TcpGroup, ConnectError> {
+    fn connect(&self, listener: &TcpListener, peers: &Peers) -> Result<TcpGroup, BuildError> {
         let config = &self.rank.config;
-        TcpGroup::connect(
+        let control = Plan::new(&self.rank.model, config)?.control(config);
+        Ok(TcpGroup::connect(
             listener,
             &TcpConfig {
                 rank: self.rank.idx,
@@ -74,8 +75,8 @@ impl Member {
                 cancel: peers.cancel.clone(),
                 connect_timeout: peers.connect_timeout,
                 comm: config.comm,
-                control: ControlConfig { heartbeat: config.heartbeat, ..ControlConfig::default() },
+                control,
             },
-        )
+        )?)
     }
 }

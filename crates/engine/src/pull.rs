@@ -28,7 +28,7 @@ use tokio::{
     time::Instant,
 };
 
-use crate::{cells::KvCells, inlet, send::LaneContext};
+use crate::{cells::KvCells, inlet, send::LaneSetup};
 
 /// Messages of all pulls that may wait for the engine thread. It takes them between steps, so this is what can come
 /// during one; chunks are of half a MiB or less, which bounds the memory.
@@ -107,7 +107,7 @@ impl PullSet {
     }
 
     /// Asks the ranks. An error means that there is nobody to ask.
-    pub(crate) fn start(&mut self, ask: &PullAsk<'_>, context: &LaneContext<'_>) -> Result<(), WorkerError> {
+    pub(crate) fn start(&mut self, ask: &PullAsk<'_>, setup: &LaneSetup) -> Result<(), WorkerError> {
         let ours = ask.ours;
         let layout = DcpLayout::new(ours.block_size, ask.reservation.dcp_size)
             .map_err(|error| WorkerError::Invalid(error.to_string()))?;
@@ -120,7 +120,7 @@ impl PullSet {
             let blocks = share.map(|local| ask.blocks[layout.logical_block(local, dcp_rank)]);
             let blocks: Vec<BlockId> = blocks.collect();
             for (target, heads) in cover_heads(&ask.reservation.ranks, dcp_rank, ours.n_kv_heads)? {
-                let task = self.spawn(ask, (target, parts.len()), heads.clone(), context);
+                let task = self.spawn(ask, (target, parts.len()), heads.clone(), setup);
                 let (handoff, epoch) = (ask.reservation.handoff, ask.reservation.epoch);
                 let incoming = Incoming::new(handoff, epoch, ours.n_layers, blocks.len());
                 parts.push(Part { incoming, blocks: blocks.clone(), heads, task });
@@ -137,7 +137,7 @@ impl PullSet {
         ask: &PullAsk<'_>,
         (target, part): (&RankTarget, usize),
         heads: Range<usize>,
-        context: &LaneContext<'_>,
+        setup: &LaneSetup,
     ) -> AbortHandle {
         let ours = ask.ours;
         let cell_bytes = heads.len() * 2 * ours.head_dim * ours.block_size * ours.kv_dtype.bytes();
@@ -150,15 +150,15 @@ impl PullSet {
             blocks: ask.wanted.clone(),
             heads,
         };
-        let messages = context.transport.pull(target.endpoint.clone(), request);
+        let messages = setup.transport.pull(target.endpoint.clone(), request);
         let reader = Reader {
             seq: ask.seq,
             part,
             cell_bytes,
             arrivals: self.arrivals_in.clone(),
-            wake: Arc::clone(context.wake),
+            wake: Arc::clone(&setup.wake),
         };
-        context.tasks.spawn_on(reader.run(messages), context.runtime).abort_handle()
+        setup.tasks.spawn_on(reader.run(messages), &setup.runtime).abort_handle()
     }
 
     /// Ends the pull of a sequence, if there is one.

@@ -20,17 +20,19 @@ use longreach_proto::{
 };
 use longreach_types::{BlockId, DcpLayout, HandoffId, KvDtype};
 use tokio::{
+    runtime::Handle,
     sync::{Notify, mpsc},
     task::AbortHandle,
     time::Instant,
 };
+use tokio_util::task::TaskTracker;
 
 use crate::{cells::CellSource, transport::KvTransport};
 
 /// Messages that may wait for one rank's stream: with chunks of at most [`MAX_CHUNK_BYTES`] this bounds memory.
 const LANE_LEN: usize = 4;
 
-/// Payload of one message, unless set otherwise: far below the 4 MiB that gRPC peers accept, large enough to keep a
+/// Payload of one message, unless set otherwise: far below what a peer accepts, large enough to keep a
 /// link busy.
 pub(crate) const MAX_CHUNK_BYTES: usize = 1 << 20;
 
@@ -46,17 +48,17 @@ pub struct LaneReport {
 }
 
 /// What lanes need of the process around them.
-pub(crate) struct LaneContext<'a> {
+pub(crate) struct LaneSetup {
     /// How bytes travel.
-    pub(crate) transport: &'a Arc<dyn KvTransport>,
+    pub(crate) transport: Arc<dyn KvTransport>,
     /// Rings when a lane has room again.
-    pub(crate) wake: &'a Arc<Notify>,
+    pub(crate) wake: Arc<Notify>,
     /// Where lanes report their end.
-    pub(crate) reports: &'a mpsc::Sender<LaneReport>,
+    pub(crate) reports: mpsc::Sender<LaneReport>,
     /// Where lane tasks run and are awaited at shutdown.
-    pub(crate) tasks: &'a tokio_util::task::TaskTracker,
+    pub(crate) tasks: TaskTracker,
     /// The runtime of those tasks.
-    pub(crate) runtime: &'a tokio::runtime::Handle,
+    pub(crate) runtime: Handle,
     /// The most payload of one message, where a cell is not larger.
     pub(crate) max_chunk_bytes: usize,
 }
@@ -124,7 +126,7 @@ impl Outbound {
         ours: &KvLayout,
         prompt_len: usize,
         patience: Duration,
-        context: &LaneContext<'_>,
+        setup: &LaneSetup,
     ) -> Result<Self, WorkerError> {
         if let Some(error) = WorkerError::layout_mismatch(&reservation.layout, ours) {
             return Err(error);
@@ -151,7 +153,7 @@ impl Outbound {
                 layout: ours.clone(),
                 prompt_len,
             };
-            lanes.push(Lane::open(target.clone(), reservation, layout, open, context));
+            lanes.push(Lane::open(target.clone(), reservation, layout, open, setup));
         }
         Ok(Self {
             handoff: reservation.handoff,
@@ -238,13 +240,13 @@ impl Lane {
         reservation: &Reservation,
         layout: DcpLayout,
         open: KvOpen,
-        context: &LaneContext<'_>,
+        setup: &LaneSetup,
     ) -> Self {
         let stores = !target.kv_heads.is_empty();
         let share = local_share(layout, reservation.blocks.clone(), target.dcp_rank);
         let share = if stores { share } else { share.start..share.start };
         let (sender, receiver) = mpsc::channel(LANE_LEN);
-        let wake = Arc::clone(context.wake);
+        let wake = Arc::clone(&setup.wake);
         let queue = stream::unfold(receiver, move |mut receiver| {
             let wake = Arc::clone(&wake);
             async move {
@@ -255,15 +257,15 @@ impl Lane {
         });
         let (handoff, rank) = (open.handoff, target.rank);
         let messages = stream::once(async move { KvMessage::Open(open) }).chain(queue).boxed();
-        let pushed = context.transport.push(target.endpoint.clone(), messages);
-        let reports = context.reports.clone();
-        let task = context.tasks.spawn_on(
+        let pushed = setup.transport.push(target.endpoint.clone(), messages);
+        let reports = setup.reports.clone();
+        let task = setup.tasks.spawn_on(
             async move {
                 let result = pushed.await.map(|_ack| ());
                 // The engine has stopped if nobody takes the report.
                 let _stopped = reports.send(LaneReport { handoff, rank, result }).await;
             },
-            context.runtime,
+            &setup.runtime,
         );
         Self {
             next: vec![0; open_layers(reservation)],
@@ -271,7 +273,7 @@ impl Lane {
             share,
             n_cells: 0,
             digest: CoverageDigest::default(),
-            max_chunk_bytes: context.max_chunk_bytes,
+            max_chunk_bytes: setup.max_chunk_bytes,
             messages: Some(sender),
             commit: None,
             verified: false,

@@ -6,7 +6,10 @@ use std::{
     time::Duration,
 };
 
-use longreach_collective::{CommConfig, CommError, ConnectError, control::Heartbeat};
+use longreach_collective::{
+    CommConfig, CommError, ConnectError,
+    control::{ControlConfig, Heartbeat},
+};
 use longreach_kernels::{ExecError, Isa};
 use longreach_kv::{KvConfig, KvManager};
 use longreach_model::{
@@ -17,7 +20,7 @@ use longreach_model::{
 };
 use longreach_proto::{
     WIRE_VERSION,
-    worker::{KvLayout, RankTarget},
+    worker::{KvLayout, MAX_CELL_BYTES, RankTarget},
 };
 use longreach_sched::{ReuseCosts, SchedConfig, Scheduler};
 use longreach_types::{DcpLayout, Epoch, GroupShape, KvDtype, MergeForm, N_SHARDS, QueryForm, WeightForm};
@@ -124,6 +127,27 @@ pub enum BuildError {
         /// B.
         block_size: usize,
     },
+    /// The machine does not give so much memory.
+    #[error(
+        "kv_bytes is {bytes}, which this machine cannot give a KV cache: {source}; give the KV cache less memory"
+    )]
+    KvMemory {
+        /// Bytes of the cache.
+        bytes: usize,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// One layer of one block is more than a message between workers can carry.
+    #[error(
+        "block_size is {block_size}; one layer of one block must fit a message between workers, \
+         {MAX_CELL_BYTES} bytes, so with this model and KV format it may be at most {max}"
+    )]
+    CellSize {
+        /// B.
+        block_size: usize,
+        /// The largest B for this model and number format.
+        max: usize,
+    },
     /// This build's block hash is not the one that keys are made of.
     #[error(transparent)]
     Hash(#[from] longreach_kv::HashMismatch),
@@ -136,7 +160,7 @@ pub enum BuildError {
     /// A rank was started with other settings than this one.
     #[error(
         "rank {peer} was started with other settings than rank {rank}: compare the engine settings of both \
-         (shape, weights, merge, query, block size, KV memory, longest sequence)"
+         (shape, weights, merge, query, block size, KV memory, longest sequence, sequences and tokens of a step)"
     )]
     Differs {
         /// This rank.
@@ -208,6 +232,8 @@ pub(crate) struct Plan {
     /// Blocks of every rank's pool: ranks of one DCP rank hold the same blocks, and plans name them once.
     pub(crate) n_blocks: usize,
     pub(crate) max_seq_len: usize,
+    /// Bytes of the pool of the rank with the most heads.
+    pub(crate) kv_bytes: usize,
     /// KV of one token over all heads, as it travels.
     kv_token_bytes: usize,
 }
@@ -216,21 +242,33 @@ impl Plan {
     pub(crate) fn new(model: &Model, config: &EngineConfig) -> Result<Self, BuildError> {
         longreach_kv::self_check()?;
         let dcp = DcpLayout::new(config.block_size, config.shape.dcp_size())?;
+        // Of all heads, not of a rank's: a prefill worker does not know which group it will send to, and a worker that
+        // starts must be able to serve.
+        let layout = model.kv_layout(config);
+        let slot = layout.n_kv_heads * 2 * layout.head_dim * layout.kv_dtype.bytes();
+        let max = MAX_CELL_BYTES / slot;
+        if config.block_size > max {
+            return Err(BuildError::CellSize { block_size: config.block_size, max });
+        }
         let heads = |rank| head_split(&model.config, config.shape, rank).kv.len();
         let n_kv_heads = (0..config.shape.n_ranks()).map(heads).max().unwrap_or(0).max(1);
         let cell = n_kv_heads * 2 * model.config.head_dim * config.block_size * config.kv_dtype.bytes();
         let (need, have) = (cell * model.config.n_layers, config.kv_bytes);
-        let n_blocks = have / need;
+        // Blocks have numbers of 32 bits.
+        let n_blocks = (have / need).min(u32::MAX as usize);
         if n_blocks == 0 {
             return Err(BuildError::KvBudget { need, have, block_size: config.block_size });
         }
-        let capacity = n_blocks * config.block_size * dcp.dcp_size();
+        let capacity = (n_blocks * config.block_size).saturating_mul(dcp.dcp_size());
         let wanted = config.max_seq_len.unwrap_or(usize::MAX);
         let max_seq_len = model.config.max_position.min(capacity).min(wanted);
-        let layout = model.kv_layout(config);
-        let token_heads = layout.n_layers * layout.n_kv_heads;
-        let kv_token_bytes = token_heads * 2 * layout.head_dim * layout.kv_dtype.bytes();
-        Ok(Self { dcp, n_blocks, max_seq_len, kv_token_bytes })
+        Ok(Self {
+            dcp,
+            n_blocks,
+            max_seq_len,
+            kv_bytes: n_blocks * need,
+            kv_token_bytes: layout.n_layers * slot,
+        })
     }
 
     pub(crate) fn setup(
@@ -264,14 +302,70 @@ impl Plan {
         Ok(Scheduler::new(sched, kv, epoch)?)
     }
 
+    /// The bounds of control links. Both ends come to the same.
+    pub(crate) fn control(&self, config: &EngineConfig) -> ControlConfig {
+        let base = ControlConfig { heartbeat: config.heartbeat, ..ControlConfig::default() };
+        ControlConfig { max_message_bytes: base.max_message_bytes.max(self.max_plan_bytes(config)), ..base }
+    }
+
+    /// What the plan of one step may come to on the link: every sequence that may run has its whole table in it, and
+    /// sequences that share a prefix share no entries. Numbers take at most 5 bytes, fields some beside that.
+    fn max_plan_bytes(&self, config: &EngineConfig) -> usize {
+        let SchedConfig { max_seqs, max_batch_tokens, .. } = config.sched;
+        let n_blocks = self.max_seq_len.div_ceil(self.dcp.block_size());
+        let seq = 5 * n_blocks + 16 * self.dcp.dcp_size() + 64;
+        max_seqs.saturating_mul(seq).saturating_add(5 * max_batch_tokens).saturating_add(64)
+    }
+
     /// Digest of all that ranks must agree on before their first step. Where it is equal, every rank lays out the
     /// same weights, pools and messages.
     pub(crate) fn digest(&self, model: &Model, config: &EngineConfig, epoch: Epoch) -> [u8; 32] {
         let EngineConfig { shape, weights, merge_form, query_form, .. } = config;
         let layout = model.kv_layout(config);
         let Self { dcp, n_blocks, max_seq_len, .. } = self;
+        let pools = (dcp, n_blocks, max_seq_len, self.max_plan_bytes(config));
         // The ranks of a group are built from one source, so one text form of these plain values will do.
-        let agreed = (epoch, layout, (shape, weights, merge_form, query_form), (dcp, n_blocks, max_seq_len));
+        let agreed = (epoch, layout, (shape, weights, merge_form, query_form), pools);
         Sha256::digest(format!("{agreed:?}")).into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use longreach_proto::group::LeaderMessage;
+    use longreach_types::{BlockId, SeqId, SeqStep, StepId, StepPlan, TokenId};
+
+    use super::*;
+
+    /// The plan of a step in which as much runs as may, every sequence of it as long as it may be, with the largest numbers.
+    fn largest_plan(plan: &Plan, config: &EngineConfig) -> StepPlan {
+        let SchedConfig { max_seqs, max_batch_tokens, .. } = config.sched;
+        let n_blocks = plan.max_seq_len.div_ceil(plan.dcp.block_size());
+        let seq = |i| SeqStep {
+            seq: SeqId(u64::MAX),
+            context_len: u32::MAX as usize,
+            // One each, and what is left is the first one's.
+            tokens: vec![TokenId(u32::MAX); if i == 0 { max_batch_tokens - (max_seqs - 1) } else { 1 }],
+            n_logits: u32::MAX as usize,
+            tables: (0..plan.dcp.dcp_size())
+                .map(|rank| vec![BlockId(u32::MAX); plan.dcp.local_n_blocks(n_blocks, rank)])
+                .collect(),
+        };
+        StepPlan { step: StepId(u64::MAX), epoch: Epoch(u64::MAX), seqs: (0..max_seqs).map(seq).collect() }
+    }
+
+    #[test]
+    fn the_largest_plan_fits_a_control_link() {
+        for (block_size, dcp_size, max_seq_len, max_seqs) in
+            [(32, 8, 131_072, 512), (1, 1, 8000, 512), (1, 2, 1, 1), (16, 3, 1000, 7)]
+        {
+            let dcp = DcpLayout::new(block_size, dcp_size).unwrap();
+            let plan = Plan { dcp, n_blocks: 1, max_seq_len, kv_bytes: 0, kv_token_bytes: 0 };
+            let mut config = EngineConfig::default();
+            (config.sched.max_seqs, config.sched.max_batch_tokens) = (max_seqs, 2 * max_seqs);
+            let n_bytes = LeaderMessage::Plan(largest_plan(&plan, &config)).encode().len();
+            let bound = plan.control(&config).max_message_bytes;
+            assert!(n_bytes <= bound, "{n_bytes} of {bound}");
+        }
     }
 }

@@ -43,6 +43,10 @@ pub trait KvTransport: Send + Sync + 'static {
     fn pull(&self, endpoint: String, request: PullRequest) -> EventStream<PullMessage>;
 }
 
+/// Connections that are kept. Ranks that were started again have other ports and leave theirs behind; beyond this many
+/// all are let go. Those in use last as long as their streams, the others are made again.
+const MAX_CHANNELS: usize = 1024;
+
 /// KV over gRPC; always there. The default is without TLS.
 #[derive(Clone, Debug, Default)]
 pub struct GrpcTransport {
@@ -72,6 +76,9 @@ impl GrpcTransport {
                 .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         });
         let channel = channel.map_err(|error| WorkerError::Invalid(format!("rank endpoint: {error}")))?;
+        if channels.len() >= MAX_CHANNELS {
+            channels.clear();
+        }
         channels.insert(endpoint.to_owned(), channel.clone());
         Ok(channel)
     }

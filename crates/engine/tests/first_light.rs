@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use longreach_engine::{EngineConfig, EnginePair, Model};
+use longreach_engine::{BuildError, EngineConfig, EnginePair, Model, Rank};
 use longreach_model::files::ModelFiles;
 use longreach_types::{FinishReason, GroupShape, KvDtype, Prompt, RequestId, SamplingParams, TokenId};
 use serde::Deserialize;
@@ -51,5 +51,18 @@ async fn tokens_pass_through_both_engines_in_any_group_shape() {
         assert!(pair.prefill.handle.wait_for(|info| info.is_idle()).await);
         assert!(pair.decode.handle.wait_for(|info| info.is_idle()).await);
         pair.stop().await.unwrap();
+    }
+}
+
+/// A slip in a unit is said, before anything is loaded and before the cluster knows of the rank.
+#[test]
+fn more_memory_than_there_is_is_refused() {
+    let model = Model::open(ModelFiles::open(&golden_dir("llama")).unwrap()).unwrap();
+    for kv_bytes in [1 << 50, usize::MAX] {
+        let config = EngineConfig { kv_bytes, ..EngineConfig::default() };
+        let refused = Rank::load(&model, &config, 0, &|_, _| {}).map(drop);
+        // Blocks are counted in 32 bits, so what is asked for may be less.
+        let is_refused = matches!(&refused, Err(BuildError::KvMemory { bytes, .. }) if *bytes > 1 << 40);
+        assert!(is_refused, "{kv_bytes}: {refused:?}");
     }
 }

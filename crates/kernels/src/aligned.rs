@@ -7,6 +7,7 @@
 //! their model.
 
 use std::{
+    io,
     ops::{Deref, DerefMut},
     sync::{Arc, Mutex, PoisonError},
 };
@@ -74,10 +75,16 @@ impl Pool {
     }
 }
 
+/// Whether the system would give so much zeroed memory, or what it says. It may still not have it when it is used.
+pub fn check_memory(n_bytes: usize) -> io::Result<()> {
+    let map = MmapMut::map_anon(n_bytes.saturating_add(HUGE));
+    map.map(drop)
+}
+
 impl Chunk {
     fn new(len: usize) -> Self {
         if len >= HUGE
-            && let Ok(mut map) = MmapMut::map_anon(len + HUGE)
+            && let Ok(mut map) = MmapMut::map_anon(len.saturating_add(HUGE))
         {
             #[cfg(target_os = "linux")]
             // Without huge pages everything works as well, only slower.

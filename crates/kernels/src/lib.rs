@@ -42,6 +42,7 @@ mod stored;
 mod testing;
 
 pub use act::{GluKind, add_assign, glu, silu_mul};
+pub use aligned::check_memory;
 pub use attention::{AttnInput, AttnSeq, attention, record_len};
 pub use exec::{Exec, ExecError};
 pub use expf::{exp, exp2};

@@ -14,13 +14,15 @@ use std::{
 
 /// First port that is taken, above the well-known ones.
 const FIRST: u16 = 20_000;
+/// So many ports are worth staying among.
+const ENOUGH: u16 = 1000;
 /// Where the kernel's range begins if it does not say.
 const DEFAULT_END: u16 = 32_768;
 
 /// This many different ports of the loopback address on which nobody listens now. They are not reserved: somebody else
 /// may take one before it is used, so a child that cannot listen is started again with others.
 pub fn free_ports(count: usize) -> io::Result<Vec<u16>> {
-    let end = ephemeral_start().unwrap_or(DEFAULT_END).clamp(FIRST + 1, DEFAULT_END.max(FIRST + 1));
+    let end = end_of_range(ephemeral_start());
     let span = u64::from(end - FIRST);
     let random = RandomState::new();
     // Held until all are found, so that none is found twice.
@@ -41,6 +43,12 @@ pub fn free_ports(count: usize) -> io::Result<Vec<u16>> {
     Err(io::Error::new(io::ErrorKind::AddrInUse, format!("no {count} free ports from {FIRST} to {end}")))
 }
 
+/// Where the ports that are taken end. Where the kernel's own begin so low that few or none are left below them, as on a
+/// host that was tuned for many connections, a port may be lost to a connection, which is better than to have none.
+fn end_of_range(ephemeral_start: Option<u16>) -> u16 {
+    ephemeral_start.filter(|start| (FIRST + ENOUGH..DEFAULT_END).contains(start)).unwrap_or(DEFAULT_END)
+}
+
 fn ephemeral_start() -> Option<u16> {
     let range = fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").ok()?;
     range.split_whitespace().next()?.parse().ok()
@@ -49,6 +57,15 @@ fn ephemeral_start() -> Option<u16> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_kernel_that_uses_all_ports_leaves_some_for_us() {
+        for (start, end) in
+            [(None, 32_768), (Some(25_000), 25_000), (Some(1024), 32_768), (Some(60_000), 32_768)]
+        {
+            assert_eq!(end_of_range(start), end, "{start:?}");
+        }
+    }
 
     #[test]
     fn ports_are_free_and_different() {

@@ -48,6 +48,9 @@ pub struct GroupLoad {
     pub n_decoding: usize,
 }
 
+/// No pull is waited for longer, whatever the rates say that it saves: moments further away than this cannot be told.
+const MAX_PULL_PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
+
 /// What computing and moving KV costs.
 ///
 /// The defaults are rounded figures of `crates/engine/examples/reuse_costs.rs`, which says how each is measured, and
@@ -110,8 +113,8 @@ impl ReuseCosts {
     /// How long a pull of `n_tokens` may take. Computing them instead when it is over costs at most as much again,
     /// so a group that does not answer makes a first token at most twice as late, the minimum aside.
     pub fn pull_patience(&self, n_tokens: usize) -> Duration {
-        let saved = Duration::try_from_secs_f64(self.prefill_time(n_tokens)).unwrap_or(Duration::MAX);
-        saved.max(self.min_pull_patience)
+        let saved = Duration::try_from_secs_f64(self.prefill_time(n_tokens)).unwrap_or(MAX_PULL_PATIENCE);
+        saved.max(self.min_pull_patience).min(MAX_PULL_PATIENCE)
     }
 
     /// The first field that makes no sense, by name.

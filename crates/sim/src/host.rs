@@ -421,6 +421,14 @@ impl Ranks for SimRanks {
             self.world.journal.violation(format!("{id} is said to be ready in epoch {epoch}, which is over"));
         }
     }
+
+    async fn serves(&self, endpoint: &str) -> bool {
+        let services = &self.world.services;
+        let Some(node) = services.engine_node(endpoint) else { return false };
+        let Ok(conn) = self.world.net.connect(self.node, node).await else { return false };
+        let serves = !services.is_draining(node) && services.engine(endpoint).is_some();
+        conn.transit().await.is_ok() && serves
+    }
 }
 
 impl Led for SimLed {

@@ -56,6 +56,10 @@ impl Ranks for Puppet {
     fn close_doors(&self) {
         self.is_open.store(false, Ordering::SeqCst);
     }
+
+    async fn serves(&self, _: &str) -> bool {
+        false
+    }
 }
 
 impl Followed for PuppetLife {
@@ -127,7 +131,7 @@ impl Stage {
             registrations: [(1, state)].into(),
             life: watch::Sender::new(None),
             is_serving: is_serving_in,
-            backoff: Backoff::default(),
+            backoff: Backoff::of("rank"),
             seen: Epoch(0),
         };
         let (shutdown, mut process) = (CancellationToken::new(), JoinSet::new());
@@ -160,6 +164,7 @@ impl Stage {
             n_ranks: 2,
             dcp_size: 2,
             layout_hash: String::new(),
+            max_seq_len: 100,
         };
         self.view.send_modify(|view| drop(view.ready.insert(group(), ready)));
         self.is_serving.wait_for(|serves| *serves).await.unwrap();
@@ -228,4 +233,18 @@ async fn a_process_that_drains_does_not_wait_for_a_rank_that_does_not_come_back(
     stage.shutdown.cancel();
     let stuck = Stuck { epoch: Epoch(1), after: STUCK_TIMEOUT };
     assert_eq!(stage.end().await, (Err(stuck), STUCK_TIMEOUT));
+}
+
+/// A process that stands still for an hour comes to itself with all its timers over. Its ranks have not had a moment.
+#[tokio::test(start_paused = true)]
+async fn a_rank_of_a_process_that_stood_still_has_its_time_afterwards() {
+    let mut stage = Stage::new();
+    let life = stage.form(1).await;
+    stage.is_stuck.store(true, Ordering::SeqCst);
+    life.cancel();
+    tokio::time::sleep(STUCK_TIMEOUT / 2).await;
+    tokio::time::advance(Duration::from_secs(3600)).await;
+    let (end, took) = stage.end().await;
+    assert_eq!(end, Err(Stuck { epoch: Epoch(1), after: STUCK_TIMEOUT }));
+    assert!(took >= STUCK_TIMEOUT * 2 / 5, "{took:?}");
 }

@@ -11,8 +11,12 @@ use super::types::{
 };
 use crate::{WorkerError, generated::worker as pb};
 
-/// KV chunks are at most about 1 MiB; the default of 4 MiB leaves room and bounds memory.
+/// What gRPC peers accept unless told otherwise. It bounds the memory that a sender can make a receiver hold.
 const MAX_MESSAGE_BYTES: usize = 4 << 20;
+
+/// The largest cell (one layer of one block) that a message of a hand-off or of a pull can carry: a message has at least
+/// one, whole, and needs a little room beside it.
+pub const MAX_CELL_BYTES: usize = MAX_MESSAGE_BYTES - 1024;
 
 /// Long prompts travel as token ids: 5 bytes each at most.
 const MAX_PROMPT_MESSAGE_BYTES: usize = 32 << 20;

@@ -271,6 +271,23 @@ async fn quiet_streams_have_heartbeats_and_a_cancel_frees_the_group() {
 }
 
 #[tokio::test]
+async fn a_router_whose_places_are_taken_does_not_tokenize_either() {
+    let decode = FakeDecode::start(|_, _| Plan { hang_after: Some(1), ..Plan::saying("xy") }).await;
+    let mut config = quick_config();
+    (config.limits.max_choices, config.limits.max_inflight) = (1, 1);
+    let router = TestRouter::start_with(config, &[&decode], &[]).await;
+    let mut client = router.inference().await;
+    let tokenize = || TokenizeRequest { prompt: text("x"), ..Default::default() };
+    client.tokenize(tokenize()).await.unwrap();
+    let mut held =
+        client.generate_stream(stream_request(GenerateOptions::default())).await.unwrap().into_inner();
+    held.message().await.unwrap();
+    assert_eq!(client.tokenize(tokenize()).await.unwrap_err().code(), Code::ResourceExhausted);
+    drop(held);
+    eventually("the place is free again", async || client.clone().tokenize(tokenize()).await.is_ok()).await;
+}
+
+#[tokio::test]
 async fn headers_wait_for_a_worker_so_that_a_refusal_can_be_retried() {
     let full = || WorkerError::QueueFull { queue: "waiting", len: 8, max: 8 };
     let (router, _decode) = simple(Plan { refuse: Some(full), ..Plan::default() }).await;

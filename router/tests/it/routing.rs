@@ -103,6 +103,7 @@ async fn workers_of_the_cluster_come_and_go() {
         n_ranks: 2,
         dcp_size: 2,
         layout_hash: String::new(),
+        max_seq_len: 0,
     };
     let put = async |key: Key, value: Option<Vec<u8>>, expect: Expect| {
         let swap = Swap { key: keys.encode(&key).unwrap(), expect, value, lease: None };

@@ -23,6 +23,9 @@ const N_GONE: usize = 10;
 /// How soon both sides must hold nothing when they have gone.
 const GONE_BOUND: Duration = Duration::from_millis(100);
 
+/// Tokens of an output that nobody waits for.
+const OUTPUT_LEN: u32 = 400;
+
 /// How long clients may wait to get as far as they want before they go.
 const REACH_PATIENCE: Duration = Duration::from_secs(60);
 
@@ -66,6 +69,8 @@ async fn go_away(running: &mut Running<'_>, n_tokens: usize) -> Result<Duration,
         let mut request = case.ask.stream_request();
         if let Some(options) = &mut request.options {
             options.cache_salt = Some(format!("{:x}", running.rng.bits()));
+            // Clients go away before the end, also where several tokens come in a piece.
+            (options.max_tokens, options.ignore_eos) = (Some(OUTPUT_LEN), Some(true));
         }
         let mut router = running.fleet.routers.any(running.rng.below(2));
         clients.spawn(async move {

@@ -41,8 +41,12 @@ impl ServedModel {
     pub fn golden(name: &str, context_len: Option<usize>) -> Result<Self, Error> {
         let (dir, golden) = (TempDir::new()?, golden_dir(name));
         let to = |file: &str| dir.path().join(file);
-        fs::copy(golden.join("model.safetensors"), to("model.safetensors"))?;
-        let mut config: Value = serde_json::from_slice(&fs::read(golden.join("config.json"))?)?;
+        let read = |file: &str| {
+            let path = golden.join(file);
+            fs::read(&path).map_err(|error| format!("golden model {}: {error}", path.display()))
+        };
+        fs::write(to("model.safetensors"), read("model.safetensors")?)?;
+        let mut config: Value = serde_json::from_slice(&read("config.json")?)?;
         config["eos_token_id"] = json!(EOS);
         if let Some(context_len) = context_len {
             config["max_position_embeddings"] = json!(context_len);

@@ -1,9 +1,16 @@
 //! A registration through the troubles of its store, in paused time.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use tokio_util::task::TaskTracker;
 
 use super::*;
-use crate::{keys::KeySpace, memory::MemoryCoordinator, record::PrefillRegistration};
+use crate::{
+    coordinator::{BoxFuture, Snapshot, Watch},
+    keys::{KeySpace, Prefix},
+    memory::MemoryCoordinator,
+    record::PrefillRegistration,
+};
 
 const TTL: Duration = Duration::from_secs(30);
 const KEY: &str = "/longreach/v1/c/prefill/p";
@@ -25,14 +32,23 @@ impl Fixture {
 
     /// Starts a worker and returns its state.
     fn worker(&self, cancel: CancellationToken) -> watch::Receiver<RegistrationState> {
+        self.worker_of(Arc::new(self.store.clone()), cancel)
+    }
+
+    /// Starts a worker that knows the store by another handle.
+    fn worker_of(
+        &self,
+        store: Arc<dyn Coordinator>,
+        cancel: CancellationToken,
+    ) -> watch::Receiver<RegistrationState> {
         let (state, seen) = watch::channel(RegistrationState::Pending);
         let spec = RegistrationSpec {
             key: KEY.to_owned(),
             value: |incarnation| value_of("p", incarnation),
             ttl: TTL,
-            backoff: Backoff::default(),
+            backoff: Backoff::of("worker"),
         };
-        self.tasks.spawn(register(Arc::new(self.store.clone()), spec, state, cancel));
+        self.tasks.spawn(register(store, spec, state, cancel));
         seen
     }
 
@@ -230,6 +246,89 @@ async fn a_worker_starts_before_its_store_and_leaves_after_it_within_a_bound() {
     assert_eq!(*state.borrow(), RegistrationState::Left);
 }
 
+/// A store that does what it is asked at once and whose answers about leases take their time.
+#[derive(Default)]
+struct SlowAnswers {
+    store: MemoryCoordinator,
+    grant: Duration,
+    keep_alive: Duration,
+    /// Whether the next wish to end a lease is lost on its way.
+    loses_revoke: AtomicBool,
+}
+
+impl Coordinator for SlowAnswers {
+    fn grant_lease(&self, ttl: Duration) -> BoxFuture<'_, Result<Lease, CoordinatorError>> {
+        Box::pin(async move {
+            let answer = self.store.grant_lease(ttl).await;
+            time::sleep(self.grant).await;
+            answer
+        })
+    }
+
+    fn keep_alive(&self, lease: LeaseId) -> BoxFuture<'_, Result<Duration, CoordinatorError>> {
+        Box::pin(async move {
+            let answer = self.store.keep_alive(lease).await;
+            time::sleep(self.keep_alive).await;
+            answer
+        })
+    }
+
+    fn revoke(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), CoordinatorError>> {
+        if self.loses_revoke.swap(false, Ordering::Relaxed) {
+            return Box::pin(std::future::pending());
+        }
+        self.store.revoke(lease)
+    }
+
+    fn swap(&self, swap: Swap) -> BoxFuture<'_, Result<Revision, CoordinatorError>> {
+        self.store.swap(swap)
+    }
+
+    fn snapshot<'a>(&'a self, prefix: &'a Prefix) -> BoxFuture<'a, Result<Snapshot, CoordinatorError>> {
+        self.store.snapshot(prefix)
+    }
+
+    fn watch<'a>(
+        &'a self,
+        prefix: &'a Prefix,
+        from: Revision,
+    ) -> BoxFuture<'a, Result<Box<dyn Watch>, CoordinatorError>> {
+        self.store.watch(prefix, from)
+    }
+}
+
+/// ETC-8: a lease's time runs from when it was asked for, also where the answer takes most of it.
+#[tokio::test(start_paused = true)]
+async fn answers_that_take_most_of_a_lease_do_not_lose_it() {
+    let slow = TTL - Duration::from_millis(100);
+    for (grant, keep_alive) in [(Duration::ZERO, TTL / 2), (Duration::ZERO, slow), (slow, slow)] {
+        let at = Fixture::new();
+        let store = SlowAnswers { store: at.store.clone(), grant, keep_alive, ..SlowAnswers::default() };
+        let mut state = at.worker_of(Arc::new(store), at.cancel.clone());
+        let (first, _) = registered(&mut state).await;
+        state.mark_unchanged();
+        time::sleep(20 * TTL).await;
+        assert!(!state.has_changed().unwrap(), "{:?} with {grant:?}, {keep_alive:?}", *state.borrow());
+        assert_eq!(at.registered_value().await, Some(value_of("p", first)));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_is_ended_also_where_the_first_attempt_was_given_up() {
+    let at = Fixture::new();
+    let store = SlowAnswers { store: at.store.clone(), loses_revoke: true.into(), ..SlowAnswers::default() };
+    let mut state = at.worker_of(Arc::new(store), at.cancel.clone());
+    let (_, lease) = registered(&mut state).await;
+    let held = at.store.get(KEY).await.unwrap().unwrap();
+    let delete = Swap { key: held.key, expect: Expect::At(held.revision), value: None, lease: None };
+    at.store.swap(delete).await.unwrap();
+    state.wait_for(|state| matches!(state, RegistrationState::Lost { .. })).await.unwrap();
+    // It is ending the lease now, and will not come to an end with that.
+    at.cancel.cancel();
+    state.wait_for(|state| *state == RegistrationState::Left).await.unwrap();
+    assert!(matches!(at.store.keep_alive(lease).await, Err(CoordinatorError::LeaseLost(_))));
+}
+
 #[test]
 fn a_registration_is_renewed_while_the_runtime_of_its_process_is_stuck() {
     // This test's own runtime is never polled after the start, which is as stuck as can be.
@@ -239,7 +338,7 @@ fn a_registration_is_renewed_while_the_runtime_of_its_process_is_stuck() {
         key: KEY.to_owned(),
         value: |incarnation| value_of("p", incarnation),
         ttl,
-        backoff: Backoff::default(),
+        backoff: Backoff::of("worker"),
     };
     let shared: Arc<dyn Coordinator> = Arc::new(store.clone());
     let registration = Registration::spawn(&shared, spec).unwrap();

@@ -68,10 +68,9 @@ impl Core {
         if self.live.get(&seq).is_none_or(|sequence| sequence.live.ends_with_next(&limits)) {
             return Ok(());
         }
-        let context = self.lanes.context();
         let prompt_len = self.sched.tokens(seq).map_or(0, <[TokenId]>::len);
         let patience = self.setup.handoff_timeout;
-        match Outbound::open(reservation, &self.setup.layout, prompt_len, patience, &context) {
+        match Outbound::open(reservation, &self.setup.layout, prompt_len, patience, &self.lanes) {
             Ok(mut outbound) => {
                 outbound.advance_all(cached_len);
                 self.outbound.insert(seq, outbound);
@@ -97,7 +96,7 @@ impl Core {
             blocks: self.sched.tables(seq).and_then(|tables| tables.first()).map_or(&[][..], Vec::as_slice),
             patience: self.sched.config().reuse.pull_patience(wanted.len()),
         };
-        if let Err(error) = self.pulls.start(&ask, &self.lanes.context()) {
+        if let Err(error) = self.pulls.start(&ask, &self.lanes) {
             self.pulled(seq, Err(error));
         }
     }

@@ -186,6 +186,7 @@ pub(super) fn etcd_seeds() -> Vec<Vec<u8>> {
         n_ranks: 1,
         dcp_size: 1,
         layout_hash: "00ff-f32-b32-v1".to_owned(),
+        max_seq_len: 4096,
     };
     let name = |key: Key| {
         let key = keys.encode(&key).expect("plain names are keys");

@@ -9,7 +9,7 @@ use longreach_cluster::{
 };
 use longreach_local::EtcdCluster;
 use longreach_types::{Epoch, GroupSecret, Incarnation, WorkerId};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use crate::{
     relay::{Line, Relay},
@@ -65,6 +65,47 @@ async fn a_compacted_watch_is_replaced_by_a_snapshot_and_only_differences_are_to
         })
         .collect();
     assert_eq!(told, ["-leaves", "-returns", "+returns"]);
+}
+
+/// ETC-13: a store that compacts itself all the time, as a busy one does, takes nobody's lease and breaks no watch.
+#[tokio::test]
+async fn compaction_disturbs_no_lease_and_no_view() {
+    const N_PUTS: usize = 3000;
+    let etcd = EtcdCluster::start(crate::brisk(1)).await.unwrap();
+    let store = coordinator(etcd.endpoints());
+    let workers: Vec<_> = ["a", "b", "c"].map(|id| register(&store, id, SHORT)).into();
+    let mut lives = Vec::new();
+    for worker in &workers {
+        lives.push(registered(worker, None).await);
+    }
+    let members = [("a", lives[0]), ("b", lives[1]), ("c", lives[2])];
+    let mut follower = Follower::new(coordinator(etcd.endpoints()));
+    follower.until_members(&members).await;
+    let n_before = follower.heard.len();
+
+    let churn = async {
+        let (key, began) = ("/elsewhere".to_owned(), Instant::now());
+        let (mut at, mut n_puts) = (Expect::Absent, 0);
+        // Until each lease has been renewed many times, too.
+        while n_puts < N_PUTS || began.elapsed() < 4 * SHORT {
+            let swap = Swap { key: key.clone(), expect: at, value: Some(Vec::new()), lease: None };
+            let revision = store.swap(swap).await.unwrap();
+            (at, n_puts) = (Expect::At(revision), n_puts + 1);
+            if n_puts % 1000 == 0 {
+                crate::compact(etcd.endpoints(), revision).await;
+            }
+        }
+        let late = register(&store, "late", SHORT);
+        let life = registered(&late, None).await;
+        (late, life)
+    };
+    let everyone = |follower: &Follower| follower.members.contains_key("late");
+    let ((_late, life), ()) = tokio::join!(churn, follower.until("the one that comes last", everyone));
+    let [a, b, c] = members;
+    follower.until_members(&[a, b, c, ("late", life)]).await;
+    let left =
+        |event: &MemberEvent| matches!(event, MemberEvent::PrefillLeft { .. } | MemberEvent::Interrupted);
+    assert!(!follower.heard[n_before..].iter().any(left), "{:?}", &follower.heard[n_before..]);
 }
 
 /// A stopped member keeps its connections open and says nothing; the others elect another leader.

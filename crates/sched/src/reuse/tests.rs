@@ -61,6 +61,10 @@ fn patience_is_what_the_pull_was_to_save() {
     assert_eq!(costs().pull_patience(3), costs().min_pull_patience);
     let long = costs().pull_patience(3_000).as_secs_f64();
     assert!((long - 3_000.0 / costs().prefill_tokens_per_s).abs() < 1e-6, "{long}");
+    // A moment that far away can still be told, whatever the settings are.
+    let slow =
+        ReuseCosts { prefill_tokens_per_s: f64::MIN_POSITIVE, min_pull_patience: Duration::MAX, ..costs() };
+    assert!(std::time::Instant::now().checked_add(slow.pull_patience(usize::MAX)).is_some());
 }
 
 fn any_costs() -> impl Strategy<Value = ReuseCosts> {

@@ -73,6 +73,7 @@ pub struct ChatOptions {
 }
 
 impl Default for ChatOptions {
+    #[allow(clippy::disallowed_methods, reason = "a date, which nothing is measured by")]
     fn default() -> Self {
         Self {
             add_generation_prompt: true,

@@ -39,7 +39,14 @@ impl Registry {
     /// Says that a life of a group is ready.
     pub(crate) async fn group(&self, name: &str, life: u64, endpoint: String, layout: &str) {
         let layout_hash = layout.to_owned();
-        let record = ReadyRecord { epoch: Epoch(life), endpoint, n_ranks: 2, dcp_size: 2, layout_hash };
+        let record = ReadyRecord {
+            epoch: Epoch(life),
+            endpoint,
+            n_ranks: 2,
+            dcp_size: 2,
+            layout_hash,
+            max_seq_len: 0,
+        };
         self.set(Key::Ready(GroupId(name.to_owned())), Some(record.encode())).await;
     }
 
