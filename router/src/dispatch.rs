@@ -222,6 +222,10 @@ impl Choice {
                 self.emitted.push(token.token);
                 ChoiceEvent::Token { token, cached_len }
             }
+            // A worker does not know all tokens that end an output as such.
+            LegEvent::Finish(FinishReason::StopToken(token)) if self.is_eos(token) => {
+                self.finish(FinishReason::Eos(token))
+            }
             LegEvent::Finish(reason) => self.finish(reason),
         }
     }
@@ -334,11 +338,15 @@ impl Choice {
         ServiceError::Lost { n_emitted: self.emitted.len(), cause: fault.cause.to_string() }
     }
 
+    fn is_eos(&self, token: TokenId) -> bool {
+        !self.spec.sampling.ignore_eos && self.spec.eos.contains(&token)
+    }
+
     /// Why the output is complete with the tokens it has, if it is.
     fn reason_to_end(&self) -> Option<FinishReason> {
         let last = *self.emitted.last()?;
         let sampling = &self.spec.sampling;
-        if !sampling.ignore_eos && self.spec.eos.contains(&last) {
+        if self.is_eos(last) {
             Some(FinishReason::Eos(last))
         } else if sampling.stop_token_ids.contains(&last) {
             Some(FinishReason::StopToken(last))

@@ -157,6 +157,24 @@ impl ServiceError {
         Self::Unsupported { field: field.into(), problem: problem.into() }
     }
 
+    /// Whether the same request would end in the same way again: what the table of `docs/errors.md` says of retries.
+    pub(crate) fn is_final(&self) -> bool {
+        match self {
+            Self::Invalid { .. }
+            | Self::ContextLength { .. }
+            | Self::BodyTooLarge { .. }
+            | Self::UnknownModel { .. }
+            | Self::Unsupported { .. }
+            | Self::Misconfigured { .. }
+            | Self::Internal { .. } => true,
+            Self::Overloaded { .. }
+            | Self::Unavailable { .. }
+            | Self::Deadline { .. }
+            | Self::Stalled { .. }
+            | Self::Lost { .. } => false,
+        }
+    }
+
     /// The table of `docs/errors.md`.
     pub(crate) fn class(&self) -> Class {
         let class = |code, http_status, kind, reason| Class { code, http_status, kind, reason };

@@ -29,6 +29,8 @@ use crate::{
 
 /// Text up to this many bytes is tokenized where it is; more would keep other requests of the thread waiting.
 const MAX_INLINE_BYTES: usize = 4096;
+/// Tokens whose text is made where the request is handled.
+const MAX_INLINE_TOKENS: usize = 1024;
 
 /// The router behind its faces.
 pub(crate) struct Gateway {
@@ -144,9 +146,32 @@ impl Gateway {
     }
 
     /// The text of tokens, control tokens left out.
-    pub(crate) fn detokenize(&self, model: Option<&str>, tokens: &[TokenId]) -> Result<String, ServiceError> {
+    pub(crate) async fn detokenize(
+        &self,
+        model: Option<&str>,
+        tokens: Vec<TokenId>,
+    ) -> Result<String, ServiceError> {
         self.check_model(model)?;
-        self.text.tokenizer().decode(tokens, true).map_err(|error| from_text_error(error, "token_ids"))
+        let admitted = self.admit(1)?;
+        self.decode(tokens, "token_ids", Some(admitted)).await
+    }
+
+    /// The text of the tokens in `field` of a request. That of many is made elsewhere, as in [`Self::encode`].
+    pub(crate) async fn decode(
+        &self,
+        tokens: Vec<TokenId>,
+        field: &'static str,
+        admitted: Option<Admitted>,
+    ) -> Result<String, ServiceError> {
+        let (text, is_short) = (self.text.clone(), tokens.len() <= MAX_INLINE_TOKENS);
+        let decode = move || {
+            let _admitted = admitted;
+            text.tokenizer().decode(&tokens, true).map_err(|error| from_text_error(error, field))
+        };
+        if is_short {
+            return decode();
+        }
+        tokio::task::spawn_blocking(decode).await.unwrap_or_else(|_| Err(tokenizer_panicked()))
     }
 
     /// Whether `model` is the one that is served. None, or an empty name, is.
@@ -191,8 +216,12 @@ impl Gateway {
         let text = self.text.clone();
         tokio::task::spawn_blocking(move || Ok((encode(&text, prompt)?, admitted)))
             .await
-            .unwrap_or_else(|_| Err(ServiceError::Internal { problem: "the tokenizer panicked".to_owned() }))
+            .unwrap_or_else(|_| Err(tokenizer_panicked()))
     }
+}
+
+fn tokenizer_panicked() -> ServiceError {
+    ServiceError::Internal { problem: "the tokenizer panicked".to_owned() }
 }
 
 /// The tokens of a prompt.

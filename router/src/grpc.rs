@@ -109,7 +109,7 @@ impl InferenceService for GrpcFace {
     ) -> Result<Response<DetokenizeResponse>, Status> {
         let DetokenizeRequest { model, token_ids } = request.into_inner();
         let tokens: Vec<TokenId> = token_ids.into_iter().map(TokenId).collect();
-        let text = self.gateway.detokenize(Some(&model), &tokens)?;
+        let text = self.gateway.detokenize(Some(&model), tokens).await?;
         Ok(Response::new(DetokenizeResponse { text }))
     }
 }

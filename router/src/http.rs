@@ -14,7 +14,10 @@ use std::{sync::Arc, time::Duration};
 use axum::{
     Json, Router,
     body::Bytes,
-    extract::{DefaultBodyLimit, Path, State, rejection::BytesRejection},
+    extract::{
+        DefaultBodyLimit, Path, State,
+        rejection::{BytesRejection, PathRejection},
+    },
     http::{HeaderMap, HeaderValue, Method, StatusCode, Uri, header},
     response::{IntoResponse, Response},
     routing::{get, post},
@@ -78,6 +81,7 @@ pub(crate) fn routes(face: HttpFace) -> Router {
         .route("/v1/models/{*model}", get(get_model))
         .merge(face.operations.admin().routes())
         .fallback(no_such_endpoint)
+        .method_not_allowed_fallback(no_such_method)
         .layer(DefaultBodyLimit::max(max_body_bytes))
         .with_state(face)
 }
@@ -103,8 +107,10 @@ async fn list_models(State(face): State<HttpFace>) -> Response {
     Json(ModelList { object: "list", data }).into_response()
 }
 
-async fn get_model(State(face): State<HttpFace>, Path(model): Path<String>) -> Response {
-    match face.gateway.check_model(Some(&model)) {
+async fn get_model(State(face): State<HttpFace>, model: Result<Path<String>, PathRejection>) -> Response {
+    // A name that is no text is no model's.
+    let name = model.map_or_else(|rejection| rejection.body_text(), |Path(model)| model);
+    match face.gateway.check_model(Some(&name)) {
         Ok(()) => Json(face.model()).into_response(),
         Err(error) => error_response(&error),
     }
@@ -118,6 +124,17 @@ async fn no_such_endpoint(method: Method, uri: Uri) -> Response {
         code: "unknown_url".to_owned(),
     };
     (StatusCode::NOT_FOUND, Json(ErrorBody { error })).into_response()
+}
+
+/// The header `Allow` is axum's.
+async fn no_such_method(method: Method, uri: Uri) -> Response {
+    let error = ErrorObject {
+        message: format!("{} does not take {method}", cut(uri.path(), 200)),
+        r#type: "invalid_request_error",
+        param: None,
+        code: "method_not_allowed".to_owned(),
+    };
+    (StatusCode::METHOD_NOT_ALLOWED, Json(ErrorBody { error })).into_response()
 }
 
 impl HttpFace {
@@ -173,10 +190,12 @@ impl HttpFace {
         // Reported by the model's name even if the request has other faults: that one is the first to mend.
         let draft = self.gateway.check_model(body.model()).and_then(|()| into_draft(body));
         let draft = draft.inspect_err(|error| self.gateway.metrics.begin(method).failed(error, &call))?;
-        let echo = if is_echo { self.echo(&draft)? } else { Vec::new() };
+        let echoed = if is_echo { draft.prompts.clone() } else { Vec::new() };
         let has_logprobs = draft.options.top_logprobs.is_some();
         let n = draft.options.n.unwrap_or(1) as usize;
         let mut generation = self.gateway.generate(method, draft, call).await?;
+        // Now that the request has its place.
+        let echo = self.echo(echoed).await?;
         let answer = Answer::<S>::new(&self.gateway, &generation, answer::Options { has_logprobs, echo, n });
         if !is_stream {
             let (choices, usage) = generation.collect().await?;
@@ -188,16 +207,19 @@ impl HttpFace {
     }
 
     /// The text of each prompt, to be put before its outputs.
-    fn echo(&self, draft: &Draft) -> Result<Vec<String>, ServiceError> {
-        let text = |prompt: &PromptDraft| match prompt {
-            PromptDraft::Text(text) => Ok(text.clone()),
-            PromptDraft::Tokens(ids) => {
-                let ids: Vec<_> = ids.iter().copied().map(longreach_types::TokenId).collect();
-                self.gateway.detokenize(None, &ids)
-            }
-            PromptDraft::Chat(_) => Ok(String::new()),
-        };
-        draft.prompts.iter().map(text).collect()
+    async fn echo(&self, prompts: Vec<PromptDraft>) -> Result<Vec<String>, ServiceError> {
+        let mut texts = Vec::with_capacity(prompts.len());
+        for prompt in prompts {
+            texts.push(match prompt {
+                PromptDraft::Text(text) => text,
+                PromptDraft::Tokens(ids) => {
+                    let ids = ids.into_iter().map(longreach_types::TokenId).collect();
+                    self.gateway.decode(ids, "prompt", None).await?
+                }
+                PromptDraft::Chat(_) => String::new(),
+            });
+        }
+        Ok(texts)
     }
 
     fn model(&self) -> ModelObject<'_> {
@@ -238,6 +260,10 @@ fn error_body(error: &ServiceError) -> ErrorBody {
 pub(crate) fn error_response(error: &ServiceError) -> Response {
     let status = StatusCode::from_u16(error.class().http_status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut response = (status, Json(error_body(error))).into_response();
+    if error.is_final() && status.is_server_error() {
+        // The makers of the API retry every status from 500 on unless they are told not to.
+        response.headers_mut().insert("x-should-retry", HeaderValue::from_static("false"));
+    }
     if let Some(delay) = error.retry_after() {
         let seconds = delay.as_millis().div_ceil(1000).max(1) as u64;
         response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));

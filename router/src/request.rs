@@ -149,6 +149,7 @@ pub(crate) struct GenerateSpec {
     /// How tokens are chosen. `seed` is the request's; `max_tokens` is 0 where each prompt has its own.
     sampling: SamplingParams,
     max_context_len: usize,
+    vocab_size: usize,
     /// Strings that end an output.
     pub(crate) stop: Vec<String>,
     /// Whether a matched one stays in the text.
@@ -187,6 +188,7 @@ impl GenerateSpec {
             n,
             sampling,
             max_context_len: model.max_context_len,
+            vocab_size: model.vocab_size,
             stop: options.stop,
             include_stop: options.include_stop,
             return_token_ids: options.return_token_ids,
@@ -212,6 +214,17 @@ impl GenerateSpec {
         eos.iter().chain(&self.sampling.stop_token_ids).copied().collect()
     }
 
+    /// Tokens at which a worker is to stop. It knows the end tokens of the model's configuration; those that only the
+    /// tokenizer's files name end an output as well, and it must not go on after one.
+    fn stops(&self, eos: &[TokenId]) -> Vec<TokenId> {
+        let mut stops = self.sampling.stop_token_ids.clone();
+        let is_new = |token: &&TokenId| {
+            (token.0 as usize) < self.vocab_size && !self.sampling.stop_token_ids.contains(token)
+        };
+        stops.extend(eos.iter().filter(is_new));
+        stops
+    }
+
     /// Tokens of all prompts, each counted once.
     pub(crate) fn prompt_tokens(&self) -> usize {
         self.prompts.iter().map(|prompt| prompt.len()).sum()
@@ -224,6 +237,9 @@ impl GenerateSpec {
             for _ in 0..self.n {
                 let mut sampling = self.sampling.clone();
                 sampling.seed = choice_seed(sampling.seed, choices.len());
+                if !sampling.ignore_eos {
+                    sampling.stop_token_ids = self.stops(eos);
+                }
                 if sampling.max_tokens == 0 {
                     sampling.max_tokens = self.max_context_len - prompt.len();
                 }
@@ -454,7 +470,7 @@ mod tests {
                 ..Default::default()
             };
             if let Ok(spec) = check(prompt_len, options) {
-                for choice in spec.choices(&Arc::from([])) {
+                for choice in spec.choices(&Arc::from([TokenId(3), TokenId(1000)])) {
                     prop_assert_eq!(choice.sampling.validate(MODEL.vocab_size), Ok(()));
                     prop_assert!(prompt_len + choice.sampling.max_tokens <= MODEL.max_context_len);
                 }

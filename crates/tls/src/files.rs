@@ -140,6 +140,11 @@ impl FaceFiles {
             _ => server.with_no_client_auth(),
         };
         let mut server = server.with_single_cert(chain, key).map_err(pair_error)?;
+        if self.client_ca.is_some() {
+            // As between members: a session that is taken up again would not ask for the certificate, which may be over.
+            server.session_storage = Arc::new(NoServerSessionStorage {});
+            server.send_tls13_tickets = 0;
+        }
         server.alpn_protocols = vec![H2.to_vec(), HTTP11.to_vec()];
         Ok(server)
     }

@@ -36,8 +36,19 @@ struct State<T> {
     current: Arc<T>,
     contents: Vec<Vec<u8>>,
     next_check: Instant,
+    /// Whether somebody looks at the files now. A volume that hangs must not take one thread after another.
+    is_checking: bool,
     /// What the log has said is wrong.
     complained: Option<Fault>,
+}
+
+/// Somebody looks at the files.
+struct Checking<'a, T: Send + Sync + 'static>(&'a Reloading<T>);
+
+impl<T: Send + Sync + 'static> Drop for Checking<'_, T> {
+    fn drop(&mut self) {
+        self.0.state().is_checking = false;
+    }
 }
 
 /// A state of the files that cannot be used.
@@ -56,7 +67,13 @@ impl<T: Send + Sync + 'static> Reloading<T> {
     ) -> Result<Arc<Self>, TlsError> {
         let contents = paths.iter().map(|path| read(path)).collect::<Result<Vec<_>, _>>()?;
         let current = Arc::new(parse(&contents)?);
-        let state = State { current, contents, next_check: Instant::now() + interval, complained: None };
+        let state = State {
+            current,
+            contents,
+            next_check: Instant::now() + interval,
+            is_checking: false,
+            complained: None,
+        };
         Ok(Arc::new(Self { paths, parse: Box::new(parse), interval, state: Mutex::new(state) }))
     }
 
@@ -65,14 +82,18 @@ impl<T: Send + Sync + 'static> Reloading<T> {
     pub(crate) async fn current(self: &Arc<Self>) -> Arc<T> {
         {
             let (mut state, now) = (self.state(), Instant::now());
-            if now < state.next_check {
+            if now < state.next_check || state.is_checking {
                 return Arc::clone(&state.current);
             }
-            state.next_check = now + self.interval;
+            (state.next_check, state.is_checking) = (now + self.interval, true);
         }
         let this = Arc::clone(self);
         // Off the runtime: a volume may hang. If the task is lost, the last good files stay in use.
-        let _lost = spawn_blocking(move || this.check()).await;
+        let _lost = spawn_blocking(move || {
+            let _checking = Checking(&this);
+            this.check();
+        })
+        .await;
         Arc::clone(&self.state().current)
     }
 
@@ -101,6 +122,11 @@ impl<T: Send + Sync + 'static> Reloading<T> {
             warn!(%error, "changed certificates cannot be used; going on with the last good ones");
             state.complained = Some(fault);
         }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_idle(&self) -> bool {
+        !self.state().is_checking
     }
 
     /// Everything in it is replaced at once, so it is whole even if a thread panicked.

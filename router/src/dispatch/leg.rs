@@ -257,7 +257,10 @@ impl Leg {
             Some(DecodeEvent::Token(token)) => {
                 check_index(&self.decode.lease, token.output_idx, self.next_idx)?;
                 self.next_idx += 1;
-                self.is_decoding = true;
+                // Now, not at the end: many outputs are ended here, by a stop string or a client.
+                if !std::mem::replace(&mut self.is_decoding, true) {
+                    self.decode.lease.report(Outcome::Success);
+                }
                 Ok(LegEvent::Token { token, cached_len: 0 })
             }
             Some(DecodeEvent::Finish(reason)) => {

@@ -283,6 +283,8 @@ async fn a_router_whose_places_are_taken_does_not_tokenize_either() {
         client.generate_stream(stream_request(GenerateOptions::default())).await.unwrap().into_inner();
     held.message().await.unwrap();
     assert_eq!(client.tokenize(tokenize()).await.unwrap_err().code(), Code::ResourceExhausted);
+    let detokenize = DetokenizeRequest { token_ids: vec![1], ..Default::default() };
+    assert_eq!(client.detokenize(detokenize).await.unwrap_err().code(), Code::ResourceExhausted);
     drop(held);
     eventually("the place is free again", async || client.clone().tokenize(tokenize()).await.is_ok()).await;
 }
@@ -308,6 +310,30 @@ async fn priority_and_salt_reach_the_worker() {
     router.inference().await.generate(request(options)).await.unwrap();
     let call = &decode.calls()[0];
     assert_eq!((call.priority, call.prompt.cache_salt.as_slice()), (-3, b"tenant".as_slice()));
+}
+
+/// The end tokens that the tokenizer's files name are news to a worker, which reads the model's only: it would go on.
+#[tokio::test]
+async fn a_worker_is_told_every_token_that_ends_an_output() {
+    let (router, decode) = simple(Plan::saying("x")).await;
+    let mut client = router.inference().await;
+    for (stop_token_ids, ignore_eos, want) in [
+        (vec![], false, vec![EOS]),
+        (vec![5], false, vec![5, EOS]),
+        (vec![5], true, vec![5]),
+        (vec![EOS], false, vec![EOS]),
+    ] {
+        let max_tokens = Some(4);
+        let options = GenerateOptions {
+            stop_token_ids,
+            ignore_eos: Some(ignore_eos),
+            max_tokens,
+            ..Default::default()
+        };
+        client.generate(request(options)).await.unwrap();
+        let told = decode.calls().last().unwrap().sampling.stop_token_ids.clone();
+        assert_eq!(told.into_iter().map(|token| token.0).collect::<Vec<_>>(), want);
+    }
 }
 
 #[tokio::test]

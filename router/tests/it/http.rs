@@ -238,6 +238,31 @@ async fn a_full_queue_on_a_worker_is_the_clients_turn_to_wait() {
 }
 
 #[tokio::test]
+async fn what_is_not_there_is_said_in_the_error_object() {
+    let router = TestRouter::start(&[], &[]).await;
+    for (path, status, code) in [
+        ("/v1/chat/completions", 405, "method_not_allowed"),
+        ("/v1/models/%FF", 404, "model_not_found"),
+        ("/v2", 404, "unknown_url"),
+    ] {
+        let answer = router.http.get(path).await;
+        assert_eq!((answer.status, &answer.json()["error"]["code"]), (status, &json!(code)), "{path}");
+    }
+}
+
+/// The clients that users have retry whatever is 500 or more, unless they are told that it is no use.
+#[tokio::test]
+async fn a_server_error_says_whether_to_try_again() {
+    let (router, _decode) = simple(Plan::default()).await;
+    let cannot = json!({"tools": [{"type": "function"}], "messages": [{"role": "user", "content": "x"}]});
+    let answer = router.http.post_json("/v1/chat/completions", &cannot).await;
+    assert_eq!((answer.status, answer.headers["x-should-retry"].as_str()), (501, "false"));
+    let nobody = TestRouter::start(&[], &[]).await;
+    let answer = nobody.http.post_json("/v1/completions", &completion(json!({}))).await;
+    assert_eq!((answer.status, answer.headers.get("x-should-retry")), (503, None));
+}
+
+#[tokio::test]
 async fn without_workers_the_answer_is_503_and_not_ready() {
     let router = TestRouter::start(&[], &[]).await;
     let answer = router.http.post_json("/v1/completions", &completion(json!({}))).await;

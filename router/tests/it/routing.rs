@@ -29,6 +29,38 @@ async fn idle_workers_share_requests() {
     assert!(shares.0 >= 5 && shares.1 >= 5, "{shares:?}");
 }
 
+/// Whether a worker is well is known at its first token: outputs that end here, at a stop string, never see another end.
+#[tokio::test]
+async fn a_worker_that_has_healed_gets_its_share_though_its_outputs_end_at_stop_strings() {
+    let sick = |n_call| {
+        if n_call < 2 {
+            Plan { cut_after: Some(1), ..Plan::saying("abcdef") }
+        } else {
+            Plan::saying("abcdef")
+        }
+    };
+    let healed = FakeDecode::start(move |n_call, _| sick(n_call)).await;
+    let well = FakeDecode::start(|_, _| Plan::saying("abcdef")).await;
+    let router = TestRouter::start(&[&healed, &well], &[]).await;
+    let ask = async || {
+        let body = json!({"prompt": "hello", "max_tokens": 6, "stop": ["c"]});
+        assert_eq!(router.http.post_json("/v1/completions", &body).await.status, 200);
+    };
+    while healed.calls().len() < 2 {
+        ask().await;
+    }
+    eventually("it is asked again after its pause", async || {
+        ask().await;
+        healed.calls().len() > 2
+    })
+    .await;
+    let before = healed.calls().len();
+    for _ in 0..40 {
+        ask().await;
+    }
+    assert!(healed.calls().len() - before >= 5, "{} of 40", healed.calls().len() - before);
+}
+
 #[tokio::test]
 async fn sessions_return_to_the_worker_that_has_their_kv() {
     let one = FakeDecode::start(|_, _| Plan::default()).await;

@@ -125,7 +125,7 @@ fn end_tokens_come_from_every_file_that_names_some() {
         ],
     );
     let model = TextModel::load(dir.path()).unwrap();
-    assert_eq!(model.tokenizer().special().stop, ids(&[262, 264]));
+    assert_eq!(model.tokenizer().special().stop, ids(&[7, 262, 264]));
     assert_eq!(model.tokenizer().special().eos, Some(TokenId(264)));
 }
 

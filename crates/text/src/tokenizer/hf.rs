@@ -146,15 +146,14 @@ fn add_named_tokens(config: &TokenizerConfig, engine: &mut tokenizers::Tokenizer
     engine.add_special_tokens(tokens).map(|_| ())
 }
 
-/// The end tokens that generation_config.json lists, or else config.json.
+/// The end tokens that generation_config.json lists and those that config.json does, as workers read them too.
 fn stop_tokens(dir: &Path) -> Result<Vec<TokenId>, TextError> {
+    let mut tokens = Vec::new();
     for name in ["generation_config.json", "config.json"] {
         let generation: GenerationConfig = read_json(&dir.join(name))?;
-        if let Some(ids) = generation.eos_token_id {
-            return Ok(ids.into_tokens());
-        }
+        tokens.extend(generation.eos_token_id.into_iter().flat_map(|ids| ids.into_tokens()));
     }
-    Ok(Vec::new())
+    Ok(tokens)
 }
 
 /// Completes `special` with what the tokenizer's own files say.

@@ -159,6 +159,11 @@ async fn a_public_face_may_ask_for_certificates_and_need_not() {
         (Some(home.files.ca.clone()), Some(&client), true),
     ] {
         let files = FaceFiles { cert: home.files.cert.clone(), key: home.files.key.clone(), client_ca };
+        let pem = files.paths().iter().map(|path| std::fs::read(path).unwrap()).collect::<Vec<_>>();
+        let server = files.server(&pem).unwrap();
+        // A session that is taken up again would not show its certificate again, nor when that ends.
+        assert_eq!(server.send_tls13_tickets == 0, files.client_ca.is_some());
+        assert_eq!(server.session_storage.can_cache(), files.client_ca.is_none());
         let face = FaceTls::load(&files).unwrap();
         let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = socket.local_addr().unwrap();

@@ -205,3 +205,29 @@ async fn a_changed_certificate_of_another_role_is_not_taken() {
     assert!(Identity::load(&home.files, CLUSTER, Role::Decode).is_err());
     rank.end().await;
 }
+
+/// A volume that hangs takes one thread, however often it is time to look at it again, and nobody waits for it twice.
+#[tokio::test]
+async fn files_that_hang_are_waited_for_by_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("cert.pem");
+    fs::write(&path, "first").unwrap();
+    let files = Reloading::load(vec![path.clone()], Duration::ZERO, |pem| Ok(pem.to_vec())).unwrap();
+    fs::remove_file(&path).unwrap();
+    let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+    assert!(made.success());
+    let (mut hanging, first) = (JoinSet::new(), Arc::clone(&files));
+    hanging.spawn(async move { first.current().await });
+    let others = async {
+        // Whoever comes before the first has begun is the one that hangs.
+        while files.is_idle() {
+            tokio::task::yield_now().await;
+        }
+        for _ in 0..100 {
+            assert_eq!(*files.current().await, [b"first".to_vec()]);
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), others).await.unwrap();
+    fs::write(&path, "second").unwrap();
+    assert_eq!(*hanging.join_next().await.unwrap().unwrap(), [b"second".to_vec()]);
+}
