@@ -117,24 +117,20 @@ async fn get_model(State(face): State<HttpFace>, model: Result<Path<String>, Pat
 }
 
 async fn no_such_endpoint(method: Method, uri: Uri) -> Response {
-    let error = ErrorObject {
-        message: format!("there is no {method} {}", cut(uri.path(), 200)),
-        r#type: "invalid_request_error",
-        param: None,
-        code: "unknown_url".to_owned(),
-    };
-    (StatusCode::NOT_FOUND, Json(ErrorBody { error })).into_response()
+    let message = format!("there is no {method} {}", cut(uri.path(), 200));
+    not_here(StatusCode::NOT_FOUND, message, "unknown_url")
 }
 
 /// The header `Allow` is axum's.
 async fn no_such_method(method: Method, uri: Uri) -> Response {
-    let error = ErrorObject {
-        message: format!("{} does not take {method}", cut(uri.path(), 200)),
-        r#type: "invalid_request_error",
-        param: None,
-        code: "method_not_allowed".to_owned(),
-    };
-    (StatusCode::METHOD_NOT_ALLOWED, Json(ErrorBody { error })).into_response()
+    let message = format!("{} does not take {method}", cut(uri.path(), 200));
+    not_here(StatusCode::METHOD_NOT_ALLOWED, message, "method_not_allowed")
+}
+
+/// The answer to what is no request of this API.
+fn not_here(status: StatusCode, message: String, code: &str) -> Response {
+    let error = ErrorObject { message, r#type: "invalid_request_error", param: None, code: code.to_owned() };
+    (status, Json(ErrorBody { error })).into_response()
 }
 
 impl HttpFace {
