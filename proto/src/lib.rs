@@ -33,4 +33,4 @@ pub use generated::inference;
 pub const DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/longreach.fds"));
 
 /// Version of the KV wire format; part of the layout that two workers compare.
-pub const WIRE_VERSION: u32 = 1;
+pub const WIRE_VERSION: u32 = 2;

@@ -42,10 +42,7 @@ impl CallContext {
 
     /// With the deadline and the trace that came with a gRPC call.
     pub(crate) fn with_metadata(mut self, metadata: &MetadataMap) -> Self {
-        self.deadline = metadata
-            .get("grpc-timeout")
-            .and_then(|value| parse_grpc_timeout(value.to_str().ok()?))
-            .and_then(|timeout| Instant::now().checked_add(timeout - answer_margin(timeout)));
+        self.deadline = deadline(metadata);
         self.trace_parent = metadata.get("traceparent").cloned();
         self
     }
@@ -61,6 +58,12 @@ impl CallContext {
         }
         request
     }
+}
+
+/// When a gRPC call that begins now must be answered, if its client set a time.
+pub(crate) fn deadline(metadata: &MetadataMap) -> Option<Instant> {
+    let timeout = parse_grpc_timeout(metadata.get("grpc-timeout")?.to_str().ok()?)?;
+    Instant::now().checked_add(timeout - answer_margin(timeout))
 }
 
 /// What is kept of the client's time for the answer's way: one that comes with the deadline is not read.

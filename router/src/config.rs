@@ -52,9 +52,9 @@ pub struct RouterConfig {
 /// How connections are served, and how serving ends.
 #[derive(Clone, Copy, Debug)]
 pub struct ServingConfig {
-    /// Streams of one gRPC connection. More lets one client use one connection; fewer bounds what it can hold.
+    /// Streams of one connection, gRPC or HTTP/2. More lets one client use one connection; fewer bounds what it can hold.
     pub max_concurrent_streams: u32,
-    /// How often a quiet gRPC connection is checked. Shorter finds dead clients sooner; longer sends less.
+    /// How often a quiet connection of HTTP/2 is checked. Shorter finds dead clients sooner; longer sends less.
     pub keep_alive_interval: Duration,
     /// How long the answer to such a check may take.
     pub keep_alive_timeout: Duration,

@@ -315,7 +315,9 @@ impl Choice {
         }
         match self.stage {
             // Nothing was promised yet, so the client may choose where to try again.
-            Stage::Queue => fault.worker.is_none() || failures.n_starts >= recovery.max_attempts,
+            Stage::Text | Stage::Queue => {
+                fault.worker.is_none() || failures.n_starts >= recovery.max_attempts
+            }
             Stage::Prefill | Stage::Decode => {
                 failures.idle_since.is_some_and(|since| since.elapsed() >= recovery.recovery_window)
             }

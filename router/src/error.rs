@@ -115,6 +115,8 @@ pub(crate) enum ServiceError {
 /// Where a request was when its time ran out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
+    /// Text is being made into tokens, or tokens into text.
+    Text,
     /// No decode group has reserved blocks yet.
     Queue,
     /// The prompt is being computed.
@@ -126,6 +128,7 @@ pub(crate) enum Stage {
 impl fmt::Display for Stage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::Text => "while text was made into tokens, or tokens into text",
             Self::Queue => "while the request waited for a decode group",
             Self::Prefill => "while the prompt was computed",
             Self::Decode => "while tokens were generated",
@@ -210,6 +213,7 @@ impl ServiceError {
     pub(crate) fn field(&self) -> Option<&str> {
         match self {
             Self::Invalid { field, .. } | Self::Unsupported { field, .. } => Some(field),
+            Self::ContextLength { limit, prompt_len, .. } if prompt_len >= limit => Some("prompt"),
             Self::ContextLength { .. } => Some("max_tokens"),
             Self::UnknownModel { .. } => Some("model"),
             _ => None,
@@ -266,7 +270,7 @@ impl ServiceError {
                 details.add_bad_request_violation(cut(field, 200), cut(problem, MAX_MESSAGE_BYTES));
             }
             Self::ContextLength { .. } => {
-                details.add_bad_request_violation("prompt", self.message());
+                details.add_bad_request_violation(self.field().unwrap_or_default(), self.message());
             }
             Self::Overloaded { problem, .. } => {
                 details.add_quota_failure_violation(cut(problem, 200), self.message());

@@ -12,7 +12,7 @@ use longreach_text::{ChatOptions, TextError, TextModel};
 use longreach_types::TokenId;
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
-    time::timeout_at,
+    time::{Instant, timeout_at},
 };
 
 use crate::{
@@ -62,14 +62,7 @@ impl Gateway {
         call: CallContext,
     ) -> Result<Generation, ServiceError> {
         let mut meter = self.metrics.begin(method);
-        let preparing = self.prepare(draft, &call);
-        let prepared = match call.deadline {
-            Some(deadline) => timeout_at(deadline, preparing)
-                .await
-                .unwrap_or(Err(ServiceError::Deadline { stage: Stage::Queue })),
-            None => preparing.await,
-        };
-        match prepared {
+        match within(call.deadline, self.prepare(draft, &call)).await {
             Ok((spec, admitted)) => self.start(spec, admitted, call, meter),
             Err(error) => {
                 meter.failed(&error, &call);
@@ -139,9 +132,11 @@ impl Gateway {
         &self,
         model: Option<&str>,
         prompt: PromptDraft,
+        deadline: Option<Instant>,
     ) -> Result<Vec<TokenId>, ServiceError> {
         self.check_model(model)?;
-        let (tokens, _admitted) = self.encode(prompt, self.admit(1)?).await?;
+        let encoding = self.encode(prompt, self.admit(1)?);
+        let (tokens, _admitted) = within(deadline, encoding).await?;
         Ok(tokens)
     }
 
@@ -150,10 +145,11 @@ impl Gateway {
         &self,
         model: Option<&str>,
         tokens: Vec<TokenId>,
+        deadline: Option<Instant>,
     ) -> Result<String, ServiceError> {
         self.check_model(model)?;
-        let admitted = self.admit(1)?;
-        self.decode(tokens, "token_ids", Some(admitted)).await
+        let decoding = self.decode(tokens, "token_ids", Some(self.admit(1)?));
+        within(deadline, decoding).await
     }
 
     /// The text of the tokens in `field` of a request. That of many is made elsewhere, as in [`Self::encode`].
@@ -220,6 +216,19 @@ impl Gateway {
     }
 }
 
+/// What `work` on text comes to, if it does before `deadline`.
+async fn within<T>(
+    deadline: Option<Instant>,
+    work: impl Future<Output = Result<T, ServiceError>>,
+) -> Result<T, ServiceError> {
+    match deadline {
+        Some(deadline) => {
+            timeout_at(deadline, work).await.unwrap_or(Err(ServiceError::Deadline { stage: Stage::Text }))
+        }
+        None => work.await,
+    }
+}
+
 fn tokenizer_panicked() -> ServiceError {
     ServiceError::Internal { problem: "the tokenizer panicked".to_owned() }
 }
@@ -245,5 +254,23 @@ pub(crate) fn from_text_error(error: TextError, field: &str) -> ServiceError {
         TextError::NoTemplate => ServiceError::unsupported(field, error.to_string()),
         error if error.is_request() => ServiceError::invalid(field, error.to_string()),
         error => ServiceError::Internal { problem: error.to_string() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{future::pending, time::Duration};
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_tokenizer_that_takes_too_long_is_not_waited_for() {
+        let deadline = Instant::now() + Duration::from_secs(1);
+        let outcome = within(Some(deadline), pending::<Result<(), _>>()).await;
+        assert!(matches!(outcome, Err(ServiceError::Deadline { stage: Stage::Text })), "{outcome:?}");
+        assert_eq!(Instant::now().duration_since(deadline).as_millis(), 0);
+        for deadline in [Some(deadline + Duration::from_secs(1)), None] {
+            assert_eq!(within(deadline, async { Ok(7) }).await.unwrap(), 7);
+        }
     }
 }

@@ -23,7 +23,11 @@ use tonic::{Request, Response, Status, metadata::MetadataMap};
 use self::convert::{Incoming, Shown, StreamEvent};
 pub(crate) use self::models::ModelFace;
 use crate::{
-    call::CallContext, error::ServiceError, gateway::Gateway, http::StreamConfig, output::Generation,
+    call::{self, CallContext},
+    error::ServiceError,
+    gateway::Gateway,
+    http::StreamConfig,
+    output::Generation,
     request::Draft,
 };
 
@@ -97,9 +101,10 @@ impl InferenceService for GrpcFace {
         &self,
         request: Request<TokenizeRequest>,
     ) -> Result<Response<TokenizeResponse>, Status> {
+        let deadline = call::deadline(request.metadata());
         let TokenizeRequest { model, prompt } = request.into_inner();
         let prompt = convert::prompt(prompt)?;
-        let tokens = self.gateway.tokenize(Some(&model), prompt).await?;
+        let tokens = self.gateway.tokenize(Some(&model), prompt, deadline).await?;
         Ok(Response::new(TokenizeResponse { token_ids: tokens.into_iter().map(|token| token.0).collect() }))
     }
 
@@ -107,9 +112,10 @@ impl InferenceService for GrpcFace {
         &self,
         request: Request<DetokenizeRequest>,
     ) -> Result<Response<DetokenizeResponse>, Status> {
+        let deadline = call::deadline(request.metadata());
         let DetokenizeRequest { model, token_ids } = request.into_inner();
         let tokens: Vec<TokenId> = token_ids.into_iter().map(TokenId).collect();
-        let text = self.gateway.detokenize(Some(&model), tokens).await?;
+        let text = self.gateway.detokenize(Some(&model), tokens, deadline).await?;
         Ok(Response::new(DetokenizeResponse { text }))
     }
 }

@@ -191,7 +191,10 @@ impl HttpFace {
         let n = draft.options.n.unwrap_or(1) as usize;
         let mut generation = self.gateway.generate(method, draft, call).await?;
         // Now that the request has its place.
-        let echo = self.echo(echoed).await?;
+        let echo = match self.echo(echoed).await {
+            Ok(echo) => echo,
+            Err(error) => return Err(generation.refuse(error)),
+        };
         let answer = Answer::<S>::new(&self.gateway, &generation, answer::Options { has_logprobs, echo, n });
         if !is_stream {
             let (choices, usage) = generation.collect().await?;

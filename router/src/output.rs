@@ -124,7 +124,7 @@ impl Generation {
     pub(crate) fn new(parts: GenerationParts) -> Result<Self, ServiceError> {
         let GenerationParts { call, spec, text, dispatcher, meter, admitted, ending } = parts;
         let eos: Arc<[TokenId]> = Arc::from(text.tokenizer().special().stop.as_slice());
-        let end_tokens = spec.end_tokens(&eos);
+        let end_tokens: Arc<[TokenId]> = Arc::from(spec.end_tokens(&eos));
         let mut choices = SelectAll::new();
         for (index, choice) in spec.choices(&eos).into_iter().enumerate() {
             let text = ChoiceText::new(&text, &choice.prompt, &spec, Arc::clone(&end_tokens))?;
@@ -163,6 +163,12 @@ impl Generation {
             self.peeked = Some(first?);
         }
         Ok(())
+    }
+
+    /// Ends the request, which has its places, in `error`. Gives the error back.
+    pub(crate) fn refuse(mut self, error: ServiceError) -> ServiceError {
+        self.meter.failed(&error, &self.call);
+        error
     }
 
     /// The next event; `None` after the last finish or an error. Loses nothing when it is dropped unfinished.

@@ -183,6 +183,11 @@ impl GenerateSpec {
             let limit = model.max_context_len;
             return Err(ServiceError::ContextLength { limit, prompt_len: longest, max_tokens });
         }
+        let room = model.max_context_len - longest;
+        if sampling.min_tokens > room {
+            let problem = format!("is {}; the context has room for {room}", sampling.min_tokens);
+            return Err(ServiceError::invalid("min_tokens", problem));
+        }
         Ok(Self {
             prompts: prompts.into_iter().map(Arc::from).collect(),
             n,
@@ -208,21 +213,15 @@ impl GenerateSpec {
         self.return_token_ids || self.sampling.top_logprobs.is_some()
     }
 
-    /// Tokens that end an output, where `eos` are the model's.
-    pub(crate) fn end_tokens(&self, eos: &[TokenId]) -> Arc<[TokenId]> {
-        let eos = if self.sampling.ignore_eos { &[] } else { eos };
-        eos.iter().chain(&self.sampling.stop_token_ids).copied().collect()
-    }
-
-    /// Tokens at which a worker is to stop. It knows the end tokens of the model's configuration; those that only the
-    /// tokenizer's files name end an output as well, and it must not go on after one.
-    fn stops(&self, eos: &[TokenId]) -> Vec<TokenId> {
-        let mut stops = self.sampling.stop_token_ids.clone();
-        let is_new = |token: &&TokenId| {
-            (token.0 as usize) < self.vocab_size && !self.sampling.stop_token_ids.contains(token)
-        };
-        stops.extend(eos.iter().filter(is_new));
-        stops
+    /// Tokens that end an output, where `eos` are the model's. A worker is told all of them: it knows those of the
+    /// model's configuration, and must not go on after one that only the tokenizer's files name.
+    pub(crate) fn end_tokens(&self, eos: &[TokenId]) -> Vec<TokenId> {
+        let SamplingParams { stop_token_ids, ignore_eos, .. } = &self.sampling;
+        let eos = if *ignore_eos { &[] } else { eos };
+        // A tokenizer may have ids beyond those that the model can give.
+        let is_new =
+            |token: &&TokenId| (token.0 as usize) < self.vocab_size && !stop_token_ids.contains(token);
+        stop_token_ids.iter().chain(eos.iter().filter(is_new)).copied().collect()
     }
 
     /// Tokens of all prompts, each counted once.
@@ -232,14 +231,13 @@ impl GenerateSpec {
 
     /// Every output to make: those of the first prompt first.
     pub(crate) fn choices(&self, eos: &Arc<[TokenId]>) -> Vec<ChoiceSpec> {
+        let end_tokens = self.end_tokens(eos);
         let mut choices = Vec::with_capacity(self.prompts.len() * self.n);
         for prompt in &self.prompts {
             for _ in 0..self.n {
                 let mut sampling = self.sampling.clone();
                 sampling.seed = choice_seed(sampling.seed, choices.len());
-                if !sampling.ignore_eos {
-                    sampling.stop_token_ids = self.stops(eos);
-                }
+                sampling.stop_token_ids.clone_from(&end_tokens);
                 if sampling.max_tokens == 0 {
                     sampling.max_tokens = self.max_context_len - prompt.len();
                 }

@@ -3,20 +3,25 @@
 //! The order of draining is the [`Lifecycle`]'s; here it is only followed: health says so first, then the servers stop
 //! accepting and finish what they have, and connections get a moment to take their last bytes along.
 
-use std::{convert::Infallible, future, io, net::SocketAddr, pin::Pin, sync::Arc, time::Duration};
+use std::{convert::Infallible, future, io, net::SocketAddr, sync::Arc, time::Duration};
 
 use axum::{http::Request, response::IntoResponse};
+use hyper_util::{
+    rt::{TokioExecutor, TokioIo, TokioTimer},
+    server::{conn::auto, graceful::GracefulShutdown},
+    service::TowerToHyperService,
+};
 use longreach_proto::DESCRIPTOR_SET;
 use longreach_service::{DrainReport, Hold, Lifecycle, StopReason, mirror_health};
-use longreach_tls::{Conn, FaceTls, Listener};
-use tokio::{net::TcpListener, sync::oneshot};
+use longreach_tls::{FaceTls, Listener};
+use tokio::{net::TcpListener, sync::oneshot, task::JoinSet};
 use tokio_io_timeout::TimeoutStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{body::Body, server::NamedService, transport::Server};
 use tower::Service;
 
 use crate::{
-    config::RouterConfig,
+    config::{RouterConfig, ServingConfig},
     discovery::{self, WorkerSource},
     gateway::Gateway,
     grpc::{self, SERVICE_NAMES},
@@ -123,7 +128,7 @@ impl BoundRouter {
             grpc.await;
         });
         let face = HttpFace { gateway: Arc::clone(&gateway), operations, streams: config.streams };
-        lifecycle.spawn_essential("HTTP server", http_server(http, face, lifecycle.clone()));
+        lifecycle.spawn_essential("HTTP server", http_server(http, face, config.serving, lifecycle.clone()));
         let needs_prefill = source.needs_prefill(config.workers.prefill_optional);
         lifecycle.spawn(discovery::follow(source, Arc::clone(&gateway.dispatcher), lifecycle.token()));
         let holds = Holds::new(&lifecycle, needs_prefill);
@@ -161,12 +166,9 @@ where
     H::Future: Send + 'static,
 {
     let (inference, models) = grpc::services(gateway, config.streams);
-    let max_resets = usize::try_from(config.serving.max_concurrent_streams).ok();
     let server = Server::builder()
         .max_concurrent_streams(config.serving.max_concurrent_streams)
-        // All calls of a connection may be given up in one burst, as when a proxy's client goes away. It must not end the
-        // connection, which others share.
-        .http2_max_pending_accept_reset_streams(max_resets)
+        .http2_max_pending_accept_reset_streams(max_pending_resets(&config.serving))
         .http2_keepalive_interval(Some(config.serving.keep_alive_interval))
         .http2_keepalive_timeout(Some(config.serving.keep_alive_timeout))
         .add_service(inference)
@@ -184,6 +186,12 @@ where
     })
 }
 
+/// All calls of a connection may be given up in one burst, as when a proxy's client goes away. It must not end the
+/// connection, which others share.
+fn max_pending_resets(serving: &ServingConfig) -> Option<usize> {
+    usize::try_from(serving.max_concurrent_streams).ok()
+}
+
 /// The public services, without the internal ones that the descriptors hold too.
 fn reflection() -> tonic_reflection::server::Builder<'static> {
     let builder = tonic_reflection::server::Builder::configure()
@@ -195,40 +203,48 @@ fn reflection() -> tonic_reflection::server::Builder<'static> {
     SERVICE_NAMES.into_iter().fold(builder, tonic_reflection::server::Builder::with_service_name)
 }
 
-/// A listener, as axum wants it. Its connections end by themselves when nobody takes what is written to them: the watch
-/// ends the *stream* of a client that does not read, but where a connection carries one answer at a time what was written
-/// before stays in it, and would for as long as the client's machine lives.
-struct HttpListener {
-    listener: Listener,
-    patience: Duration,
+/// Both versions of HTTP. What a connection of HTTP/2 carries, a mesh shares between its clients, as on the gRPC face.
+fn http_connections(serving: &ServingConfig) -> auto::Builder<TokioExecutor> {
+    let mut builder = auto::Builder::new(TokioExecutor::new());
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(serving.max_concurrent_streams)
+        .max_pending_accept_reset_streams(max_pending_resets(serving))
+        .keep_alive_interval(serving.keep_alive_interval)
+        .keep_alive_timeout(serving.keep_alive_timeout);
+    builder
 }
 
-impl axum::serve::Listener for HttpListener {
-    type Io = Pin<Box<TimeoutStream<Conn>>>;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (Self::Io, SocketAddr) {
-        let conn = self.listener.accept().await;
-        let addr = conn.peer().addr;
+async fn http_server(mut listener: Listener, face: HttpFace, serving: ServingConfig, lifecycle: Lifecycle) {
+    // The watch ends the *stream* of a client that does not read, but where a connection carries one answer at a time what
+    // was written before stays in it, and would for as long as the client's machine lives. So a connection ends by itself
+    // when nobody takes what is written to it. Twice the watch's time: it is the watch that ends a stream, which counts it
+    // and leaves a last word.
+    let patience = face.streams.stall_timeout * 2;
+    let (builder, service) = (http_connections(&serving), TowerToHyperService::new(http::routes(face)));
+    let (connections, mut tasks, draining) = (GracefulShutdown::new(), JoinSet::new(), lifecycle.draining());
+    loop {
+        // All arms are cancel-safe; those that have ended only have to be forgotten.
+        let conn = tokio::select! {
+            () = draining.cancelled() => break,
+            Some(_ended) = tasks.join_next() => continue,
+            conn = listener.accept() => conn,
+        };
+        let peer = conn.peer().addr;
         let mut conn = TimeoutStream::new(conn);
-        conn.set_write_timeout(Some(self.patience));
-        (Box::pin(conn), addr)
+        conn.set_write_timeout(Some(patience));
+        let served = builder.serve_connection(TokioIo::new(Box::pin(conn)), service.clone()).into_owned();
+        let served = connections.watch(served);
+        tasks.spawn(async move {
+            if let Err(error) = served.await {
+                tracing::debug!(%peer, error, "HTTP connection failed");
+            }
+        });
     }
-
-    fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.listener.local_addr()
-    }
-}
-
-async fn http_server(listener: Listener, face: HttpFace, lifecycle: Lifecycle) {
-    // Twice the watch's: so it is the watch that ends a stream, which counts it and leaves a last word.
-    let listener = HttpListener { listener, patience: face.streams.stall_timeout * 2 };
-    let served = axum::serve(listener, http::routes(face))
-        .with_graceful_shutdown(lifecycle.draining().cancelled_owned())
-        .into_future();
-    if let Some(Err(error)) = until_closed(served, &lifecycle).await {
-        tracing::error!(%error, "HTTP server failed");
-    }
+    drop(listener);
+    until_closed(connections.shutdown(), &lifecycle).await;
+    tasks.shutdown().await;
 }
 
 /// Runs a server until it has closed all its connections, or they were given long enough to close.

@@ -209,14 +209,14 @@ pub struct RecoverySection {
 #[derive(Args, Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct ServingSection {
-    /// Streams of one gRPC connection.
+    /// Streams of one connection, gRPC or HTTP/2.
     #[arg(
         long,
         id = "serving.max_concurrent_streams",
         default_value_t = ServingConfig::default().max_concurrent_streams
     )]
     pub max_concurrent_streams: u32,
-    /// How often a quiet gRPC connection is checked.
+    /// How often a quiet connection of HTTP/2 is checked.
     #[arg(
         long,
         id = "serving.keep_alive_interval",

@@ -40,6 +40,8 @@ pub struct TestCluster {
     pub model_name: String,
     /// Where the router serves gRPC.
     pub grpc_addr: SocketAddr,
+    /// Where it serves HTTP.
+    pub http_addr: SocketAddr,
     channel: Channel,
     shutdown: CancellationToken,
     running: JoinSet<Result<(), LocalError>>,
@@ -84,8 +86,18 @@ impl TestCluster {
         let decode = life.wait_for(Option::is_some).await?.clone().ok_or("the decode group has no life")?;
         let channel = Endpoint::from_shared(format!("http://{grpc_addr}"))?.tcp_nodelay(true).connect_lazy();
         let http = HttpClient::new(http_addr);
-        let started =
-            Self { http, decode, life, prefills, model_name, grpc_addr, channel, shutdown, running };
+        let started = Self {
+            http,
+            decode,
+            life,
+            prefills,
+            model_name,
+            grpc_addr,
+            http_addr,
+            channel,
+            shutdown,
+            running,
+        };
         if has_prefills {
             started.warm_up().await?;
         }

@@ -231,7 +231,9 @@ async fn many_calls_given_up_at_once_do_not_end_the_connection_of_the_others() -
     let model = ServedModel::golden("llama", None)?;
     let cluster = TestCluster::start(&model, cluster_config(tiny_engine(1, 1))).await?;
     let generate = "/longreach.inference.v1.InferenceService/GenerateStream";
-    assert!(survives_a_burst(cluster.grpc_addr, generate).await?, "the router ended the connection");
+    for (addr, path) in [(cluster.grpc_addr, generate), (cluster.http_addr, "/v1/completions")] {
+        assert!(survives_a_burst(addr, path).await?, "the router ended the connection at {addr}, {path}");
+    }
     cluster.stop().await?;
     let parts = Parts::new(model)?;
     let mut rank = parts.rank("a", 0, tiny_engine(1, 1)).await?;

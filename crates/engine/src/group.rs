@@ -9,7 +9,7 @@ use tokio::runtime::Handle;
 use crate::{
     inlet::KvInlet,
     member::{LeaderParts, Member, Rank, RunningEngine, World, targets},
-    setup::{BuildError, EngineConfig, Model, Plan},
+    setup::{BuildError, EngineConfig, Model},
     transport::{GrpcTransport, KvTransport},
 };
 
@@ -83,9 +83,8 @@ impl GroupLife {
         let mut members = self.members.into_iter();
         let Some(first) = members.next() else { return Err(BuildError::Endpoints { want: 0, got: 0 }) };
         let config = &first.rank.config;
-        let control = Plan::new(&first.rank.model, config)?.control(config);
-        let (leader, links) = local_control(n_ranks, control);
-        let mut worlds = local_worlds(n_ranks, &first.rank.config).into_iter();
+        let (leader, links) = local_control(n_ranks, first.rank.plan.control(config));
+        let mut worlds = local_worlds(n_ranks, config).into_iter();
         let Some(world) = worlds.next() else { return Err(BuildError::Endpoints { want: 0, got: 0 }) };
         // A rank joins while its peers do, so each is started on a thread of its own.
         std::thread::scope(|scope| {

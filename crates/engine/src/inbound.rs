@@ -13,10 +13,12 @@ use tokio::time::Instant;
 
 /// One hand-off.
 pub(crate) struct Inbound {
-    pub(crate) seq: SeqId,
+    seq: SeqId,
     state: State,
     first_token: Option<OutputToken>,
-    pub(crate) deadline: Instant,
+    /// After this the hand-off is given up. There is none from the reservation to the sender's first message: the prompt
+    /// may wait there as long as the router lets it.
+    deadline: Option<Instant>,
 }
 
 enum State {
@@ -53,7 +55,7 @@ impl InboundSet {
     pub(crate) fn insert(&mut self, seq: SeqId, reservation: Reservation, n_ranks: usize, deadline: Instant) {
         let handoff = reservation.handoff;
         let state = State::Expecting { n_missing: n_ranks, reservation: Box::new(reservation) };
-        self.by_handoff.insert(handoff, Inbound { seq, state, first_token: None, deadline });
+        self.by_handoff.insert(handoff, Inbound { seq, state, first_token: None, deadline: Some(deadline) });
     }
 
     /// A rank is ready to receive.
@@ -67,6 +69,7 @@ impl InboundSet {
             return Progress::Waiting;
         }
         let reservation = reservation.clone();
+        inbound.deadline = None;
         inbound.state = State::Filling { n_missing: reservation.ranks.len() };
         Progress::Reserved(inbound.seq, reservation)
     }
@@ -86,10 +89,10 @@ impl InboundSet {
         Progress::Complete(seq, first_token)
     }
 
-    /// KV of a hand-off came, so that it has until `deadline` again.
+    /// Something of a hand-off came, so that it has until `deadline` again.
     pub(crate) fn extend(&mut self, handoff: HandoffId, deadline: Instant) {
         if let Some(inbound) = self.by_handoff.get_mut(&handoff) {
-            inbound.deadline = deadline;
+            inbound.deadline = Some(deadline);
         }
     }
 
@@ -109,7 +112,7 @@ impl InboundSet {
     pub(crate) fn overdue(&self, now: Instant) -> Vec<SeqId> {
         self.by_handoff
             .values()
-            .filter(|inbound| inbound.deadline <= now)
+            .filter(|inbound| inbound.deadline.is_some_and(|deadline| deadline <= now))
             .map(|inbound| inbound.seq)
             .collect()
     }

@@ -39,6 +39,8 @@ pub enum Delivery {
     Chunk(HandoffId, KvChunk),
     /// The sender is done.
     Commit(HandoffId, KvCommit),
+    /// The sender is at work on the prompt.
+    Alive(HandoffId),
     /// The stream has ended: what has not come never will.
     Ended(HandoffId),
     /// Someone wants the cached prefix of a hand-off.
@@ -60,6 +62,7 @@ impl Delivery {
             Self::Pull { request, .. } => request.handoff,
             Self::Chunk(handoff, _)
             | Self::Commit(handoff, _)
+            | Self::Alive(handoff)
             | Self::Ended(handoff)
             | Self::PullMore(handoff) => *handoff,
         }
@@ -157,6 +160,7 @@ impl KvInlet {
                     self.deliver(Delivery::Chunk(handoff, chunk)).await?;
                 }
                 KvMessage::Commit(commit) => self.deliver(Delivery::Commit(handoff, commit)).await?,
+                KvMessage::Alive => self.deliver(Delivery::Alive(handoff)).await?,
             }
         }
         self.deliver(Delivery::Ended(handoff)).await

@@ -49,6 +49,7 @@ pub(crate) type World = Box<dyn Communicator<[f32]>>;
 pub struct Rank {
     pub(crate) model: Model,
     pub(crate) config: EngineConfig,
+    pub(crate) plan: Plan,
     pub(crate) idx: usize,
     shard: Arc<ModelShard<CpuBackend>>,
 }
@@ -149,7 +150,7 @@ impl Rank {
         };
         let backend = CpuBackend::new(Exec::new(config.isa, config.n_threads)?);
         let shard = Arc::new(ModelShard::load(backend, &model.files, &options, progress)?);
-        Ok(Self { model: model.clone(), config: config.clone(), idx, shard })
+        Ok(Self { model: model.clone(), config: config.clone(), plan, idx, shard })
     }
 
     /// Bytes of packed weights.
@@ -172,8 +173,8 @@ impl Rank {
     /// Meets the peers of the life `epoch` on the rank's own thread: head group, and a first collective that proves
     /// that the group works and was set up alike.
     fn join(self, epoch: Epoch, world: World) -> Result<RankWorker<CpuBackend>, BuildError> {
-        let Self { model, config, idx, shard } = self;
-        let digest = Plan::new(&model, &config)?.digest(&model, &config, epoch);
+        let Self { model, config, plan, idx, shard } = self;
+        let digest = plan.digest(&model, &config, epoch);
         let comms = join_group(world, config.shape)?;
         let Comms { mut world, head_group } = comms;
         let mut digests = vec![0; config.shape.n_ranks() * DIGEST_BYTES];
@@ -199,7 +200,6 @@ impl Member {
         runtime: &Handle,
     ) -> Result<RunningEngine, BuildError> {
         let Self { rank, epoch, deliveries, .. } = self;
-        let plan = Plan::new(&rank.model, &rank.config)?;
         let (follower_in, followers) = mpsc::channel(MESSAGES_LEN);
         let (tasks, deserted) = (TaskTracker::new(), CancellationToken::new());
         let (orders, readers): (Orders, _) = match parts.control {
@@ -211,8 +211,8 @@ impl Member {
             None => (Box::new(|_| Ok(())), Vec::new()),
         };
         let (core, intake, handle) = Core::new(CoreParts {
-            setup: plan.setup(&rank.model, &rank.config, parts.targets),
-            sched: plan.scheduler(&rank.config, epoch)?,
+            setup: rank.plan.setup(&rank.model, &rank.config, parts.targets),
+            sched: rank.plan.scheduler(&rank.config, epoch)?,
             orders,
             transport: parts.transport,
             tasks: tasks.clone(),

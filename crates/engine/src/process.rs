@@ -14,7 +14,7 @@ use tokio::runtime::Handle;
 
 use crate::{
     member::{LeaderParts, Member, RunningEngine, RunningFollower, targets},
-    setup::{BuildError, Plan},
+    setup::BuildError,
     transport::GrpcTransport,
 };
 
@@ -64,7 +64,6 @@ impl Member {
 
     fn connect(&self, listener: &TcpListener, peers: &Peers) -> Result<TcpGroup, BuildError> {
         let config = &self.rank.config;
-        let control = Plan::new(&self.rank.model, config)?.control(config);
         Ok(TcpGroup::connect(
             listener,
             &TcpConfig {
@@ -75,7 +74,7 @@ impl Member {
                 cancel: peers.cancel.clone(),
                 connect_timeout: peers.connect_timeout,
                 comm: config.comm,
-                control,
+                control: self.rank.plan.control(config),
             },
         )?)
     }

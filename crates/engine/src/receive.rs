@@ -127,6 +127,8 @@ impl Receiver {
             Delivery::Chunk(handoff, chunk) => (handoff, self.fill(handoff, &chunk, cells)),
             Delivery::Commit(handoff, commit) => (handoff, self.commit(handoff, commit)),
             Delivery::Ended(handoff) => (handoff, self.ended(handoff)),
+            // It is the leader who waits, and who has heard of it.
+            Delivery::Alive(_) => return None,
             Delivery::Pull { request, messages } => {
                 self.pull(&request, messages, cells);
                 return None;

@@ -32,6 +32,10 @@ use crate::{cells::CellSource, transport::KvTransport};
 /// Messages that may wait for one rank's stream: with chunks of at most [`MAX_CHUNK_BYTES`] this bounds memory.
 const LANE_LEN: usize = 4;
 
+/// How long a receiver hears nothing at most while the sender is at work. It may be set to less patience than the sender,
+/// but hardly to less than a few seconds.
+const ALIVE_INTERVAL: Duration = Duration::from_secs(1);
+
 /// Payload of one message, unless set otherwise: far below what a peer accepts, large enough to keep a
 /// link busy.
 pub(crate) const MAX_CHUNK_BYTES: usize = 1 << 20;
@@ -87,6 +91,8 @@ pub(crate) struct Outbound {
     patience: Duration,
     /// After this the hand-off is given up, unless something is sent before.
     pub(crate) deadline: Instant,
+    /// When the receiver is told next that the sender is at work.
+    alive_at: Instant,
 }
 
 /// The way to one rank.
@@ -155,6 +161,7 @@ impl Outbound {
             };
             lanes.push(Lane::open(target.clone(), reservation, layout, open, setup));
         }
+        let now = Instant::now();
         Ok(Self {
             handoff: reservation.handoff,
             prompt_len,
@@ -165,7 +172,8 @@ impl Outbound {
             lanes,
             sent_bytes: 0,
             patience,
-            deadline: Instant::now() + patience,
+            deadline: now + patience,
+            alive_at: now + alive_interval(patience),
         })
     }
 
@@ -210,12 +218,31 @@ impl Outbound {
             kv_dtype: self.kv_dtype,
             prompt_len: self.prompt_len,
         };
-        let sent_before = self.sent_bytes;
+        let (sent_before, mut waits_for_peer) = (self.sent_bytes, false);
         for lane in &mut self.lanes {
             self.sent_bytes += lane.pump(&self.ready, &cells, from);
+            waits_for_peer |= lane.commit.is_some() || lane.n_unsent(&self.ready, &cells) > 0;
         }
-        if self.sent_bytes > sent_before {
-            self.deadline = Instant::now() + self.patience;
+        let now = Instant::now();
+        if !waits_for_peer {
+            self.say_alive(now);
+        }
+        // Where all that is final has gone, it is the prompt that takes its time.
+        if self.sent_bytes > sent_before || !waits_for_peer {
+            self.deadline = now + self.patience;
+        }
+    }
+
+    /// Tells the rank that leads, which alone keeps the time, that the prompt is at work on.
+    fn say_alive(&mut self, now: Instant) {
+        if now < self.alive_at {
+            return;
+        }
+        self.alive_at = now + alive_interval(self.patience);
+        let leader = self.lanes.iter().find(|lane| lane.target.rank == 0);
+        if let Some(messages) = leader.and_then(|lane| lane.messages.as_ref()) {
+            // Where there is no room, something else is on its way.
+            let _full = messages.try_send(KvMessage::Alive);
         }
     }
 
@@ -281,11 +308,21 @@ impl Lane {
         }
     }
 
+    /// How many blocks of its share are final in a layer that is so for the logical blocks below `ready`.
+    fn n_final(&self, ready: usize, cells: &Cells) -> usize {
+        let n_final = cells.layout.local_n_blocks(ready, self.target.dcp_rank).min(self.share.end);
+        n_final.saturating_sub(self.share.start)
+    }
+
+    /// Cells that are final and had no room yet.
+    fn n_unsent(&self, ready: &[usize], cells: &Cells) -> usize {
+        self.next.iter().zip(ready).map(|(&next, &ready)| self.n_final(ready, cells) - next).sum()
+    }
+
     fn pump<S: CellSource>(&mut self, ready: &[usize], cells: &Cells, from: &SeqCells<'_, S>) -> u64 {
         let mut n_bytes = 0;
         for (layer, &ready) in ready.iter().enumerate() {
-            let n_final = cells.layout.local_n_blocks(ready, self.target.dcp_rank).min(self.share.end);
-            let n_final = n_final.saturating_sub(self.share.start);
+            let n_final = self.n_final(ready, cells);
             while self.next[layer] < n_final {
                 let Some(sent) = self.send_run(layer, n_final, cells, from) else { return n_bytes };
                 n_bytes += sent;
@@ -347,6 +384,10 @@ impl Lane {
         }));
         self.messages = None;
     }
+}
+
+fn alive_interval(patience: Duration) -> Duration {
+    ALIVE_INTERVAL.min(patience / 4)
 }
 
 fn open_layers(reservation: &Reservation) -> usize {

@@ -68,8 +68,9 @@ pub struct EngineConfig {
     pub comm: CommConfig,
     /// How ranks in processes of their own notice that one has gone silent.
     pub heartbeat: Heartbeat,
-    /// How long one hand-off may stand still on either side. Longer: a prompt may wait longer for a busy prefill
-    /// worker. Shorter: one that is stuck is given up, and tried elsewhere, sooner.
+    /// How long a side of a hand-off waits for the other to move. The time that the prompt waits for its turn, or takes,
+    /// does not count. Longer: slower links and busier peers are waited for. Shorter: a prompt whose hand-off is stuck is
+    /// tried elsewhere sooner.
     pub handoff_timeout: Duration,
     /// Submissions that may wait for the engine thread between two steps.
     pub intake_len: usize,

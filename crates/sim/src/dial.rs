@@ -9,11 +9,13 @@ use longreach_proto::{
     worker::{ClientStream, DecodeEvent, GenerateRequest, GroupInfo, PrefillEvent, PrefillInfo, RunRequest},
 };
 use longreach_router::{DecodeCalls, Dial, DialError, PrefillCalls};
-use tokio::sync::{mpsc, oneshot};
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::Instant,
+};
 use tonic::{Request, Status};
 
 use crate::{
-    journal::Journal,
     model::VOCAB_SIZE,
     net::{Broken, Conn, Net, NodeId},
     scenario::Shape,
@@ -80,7 +82,7 @@ impl SimCalls {
                     let (source, carried) = mpsc::channel(1);
                     let carried = conn.carry(carried, || {});
                     futures::join!(
-                        worker_side(submitted, source, &self.dial.services.journal),
+                        self.dial.worker_side(submitted, source),
                         router_side(carried, &sink, read)
                     );
                 }
@@ -128,46 +130,56 @@ impl SimCalls {
     }
 }
 
-/// Puts events on their way, and ends the sequence when nobody takes them any more.
-async fn worker_side(
-    mut events: SeqStream,
-    source: mpsc::Sender<Result<EngineEvent, WorkerError>>,
-    journal: &Journal,
-) {
-    loop {
-        let event = tokio::select! {
-            biased;
-            () = source.closed() => return,
-            event = events.next() => event,
-        };
-        let Some(event) = event else { return };
-        count(&event, journal);
-        if source.send(event).await.is_err() {
-            return;
+/// How it is counted that a hand-off was given up because nothing came.
+pub(crate) const STOOD_STILL: &str = "hand-off stood still";
+
+impl SimDial {
+    /// Puts events on their way, and ends the sequence when nobody takes them any more.
+    async fn worker_side(
+        &self,
+        mut events: SeqStream,
+        source: mpsc::Sender<Result<EngineEvent, WorkerError>>,
+    ) {
+        let started = Instant::now();
+        loop {
+            let event = tokio::select! {
+                biased;
+                () = source.closed() => return,
+                event = events.next() => event,
+            };
+            let Some(event) = event else { return };
+            self.count(&event, started);
+            if source.send(event).await.is_err() {
+                return;
+            }
         }
     }
-}
 
-/// Writes down what an event says of the way that its sequence took.
-fn count(event: &Result<EngineEvent, WorkerError>, journal: &Journal) {
-    match event {
-        Ok(EngineEvent::Reserved(reservation)) => {
-            journal.count(if reservation.prefilled_here {
-                "prompt computed by its decode group"
-            } else {
-                "hand-off reserved"
-            });
-            journal.count_n("prompt tokens found in a cache", reservation.cached_len as u64);
+    /// Writes down what an event says of the way that its sequence, begun at `started`, took.
+    fn count(&self, event: &Result<EngineEvent, WorkerError>, started: Instant) {
+        let journal = &self.services.journal;
+        match event {
+            Ok(EngineEvent::Reserved(reservation)) => {
+                journal.count(if reservation.prefilled_here {
+                    "prompt computed by its decode group"
+                } else {
+                    "hand-off reserved"
+                });
+                journal.count_n("prompt tokens found in a cache", reservation.cached_len as u64);
+            }
+            Ok(EngineEvent::FirstToken(first)) => {
+                journal.count("prompt at a prefill worker");
+                journal.count_n("prompt tokens found in a cache", first.cached_len as u64);
+                if started.elapsed() > self.shape.handoff_timeout {
+                    journal.count("prompt took longer than its hand-off may stand still");
+                }
+            }
+            Ok(EngineEvent::HandoffDone { .. }) => journal.count("hand-off done"),
+            Err(WorkerError::Aborted(reason)) if reason.contains("stood still") => {
+                journal.count(STOOD_STILL);
+            }
+            Ok(EngineEvent::Token(_) | EngineEvent::Finish(_)) | Err(_) => {}
         }
-        Ok(EngineEvent::FirstToken(first)) => {
-            journal.count("prompt at a prefill worker");
-            journal.count_n("prompt tokens found in a cache", first.cached_len as u64);
-        }
-        Ok(EngineEvent::HandoffDone { .. }) => journal.count("hand-off done"),
-        Err(WorkerError::Aborted(reason)) if reason.contains("stood still") => {
-            journal.count("hand-off stood still");
-        }
-        Ok(EngineEvent::Token(_) | EngineEvent::Finish(_)) | Err(_) => {}
     }
 }
 

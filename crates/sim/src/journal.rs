@@ -76,6 +76,11 @@ impl Journal {
         *self.entries().counts.entry(kind).or_default() += n;
     }
 
+    /// How often a kind of event was counted.
+    pub(crate) fn n(&self, kind: &str) -> u64 {
+        self.entries().counts.get(kind).copied().unwrap_or(0)
+    }
+
     /// Something happened that must not.
     pub(crate) fn violation(&self, what: impl Into<String>) {
         let what = what.into();

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use longreach_kv::{KvConfig, KvManager};
-use longreach_proto::worker::KvLayout;
+use longreach_proto::{WIRE_VERSION, worker::KvLayout};
 use longreach_router::{RecoveryConfig, WorkerConfig};
 use longreach_sched::{ReuseCosts, SchedConfig};
 use longreach_types::{DcpLayout, KvDtype};
@@ -53,6 +53,8 @@ pub(crate) struct Shape {
     /// Cells of a hand-off that go into one message.
     pub(crate) chunk_len: usize,
     pub(crate) step_time: Duration,
+    /// Prefill workers may be so slow that prompts wait there for longer than anything may stand still.
+    pub(crate) prefill_step_time: Duration,
     pub(crate) handoff_timeout: Duration,
     pub(crate) watchdog: Duration,
     pub(crate) lease_ttl: Duration,
@@ -98,6 +100,11 @@ impl Scenario {
             faults_over: millis(rng.pick(&[300, 2_000, 8_000])),
         }
     }
+
+    /// Whether nothing is done to the cluster.
+    pub(crate) fn is_calm(&self) -> bool {
+        self.n_faults == 0
+    }
 }
 
 impl Shape {
@@ -128,6 +135,7 @@ impl Shape {
             max_batch_tokens,
             chunk_len: rng.range(1, 4),
             step_time: millis(rng.pick(&[1, 3, 10])),
+            prefill_step_time: millis(rng.pick(&[1, 10, 500])),
             handoff_timeout: millis(rng.pick(&[2_000, 10_000])),
             watchdog: millis(rng.pick(&[1_000, 5_000])),
             lease_ttl: millis(rng.pick(&[5_000, 10_000, 30_000])),
@@ -146,7 +154,7 @@ impl Shape {
             kv_dtype: KvDtype::F32,
             block_size: self.block_size,
             n_shards: 8,
-            wire_version: 1,
+            wire_version: WIRE_VERSION,
         }
     }
 

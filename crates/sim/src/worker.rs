@@ -341,7 +341,11 @@ impl World {
         let shape = &self.scenario.shape;
         let Life { name, node, epoch, n_ranks, followers, .. } = life;
         let dcp = shape.dcp(n_ranks);
-        let n_blocks = if life.targets.is_empty() { shape.n_prefill_blocks } else { shape.n_decode_blocks };
+        let (n_blocks, step_time) = if life.targets.is_empty() {
+            (shape.n_prefill_blocks, shape.prefill_step_time)
+        } else {
+            (shape.n_decode_blocks, shape.step_time)
+        };
         let sched = Scheduler::new(shape.sched(), shape.kv(dcp, n_blocks), epoch);
         let rank = Rank::new(name.clone(), kv_shape(dcp, 0, n_blocks), epoch, self.journal.clone());
         let orders = followers.clone();
@@ -378,7 +382,7 @@ impl World {
             node,
             net: self.net.clone(),
             journal: self.journal.clone(),
-            step_time: shape.step_time,
+            step_time,
             watchdog: shape.watchdog,
             core,
             intake,

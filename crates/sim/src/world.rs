@@ -21,7 +21,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
     client::Request,
-    dial::SimDial,
+    dial::{STOOD_STILL, SimDial},
     faults,
     journal::{Journal, Report},
     net::{Death, Net, NodeId},
@@ -82,6 +82,10 @@ pub(crate) async fn run(seed: u64, keep_log: bool) -> Report {
     let finished = failed.run_until_cancelled(timeout(MAX_RUN, world.live())).await;
     if matches!(finished, Some(Err(_))) {
         journal.violation(format!("the run did not end within {MAX_RUN:?}"));
+    }
+    // However long a prompt waited at its prefill worker.
+    if world.scenario.is_calm() && journal.n(STOOD_STILL) > 0 {
+        journal.violation("nothing was wrong, and a hand-off stood still");
     }
     world.routers.iter().for_each(RouterSlot::kill);
     world.net.shut_down().await;
@@ -167,9 +171,13 @@ impl World {
     /// How long blocks may stay held after the last client has gone. Where nothing was wrong that is the way of the
     /// news; otherwise a silence, or a hand-off that stands still, must be noticed first.
     fn reclaim(&self) -> Duration {
-        let Scenario { shape, net, n_faults, .. } = &self.scenario;
+        let Scenario { shape, net, .. } = &self.scenario;
         let way = Duration::from_secs(1) + 20 * net.max_delay;
-        if *n_faults == 0 { way } else { way + shape.watchdog + net.silence.max(shape.handoff_timeout) }
+        if self.scenario.is_calm() {
+            way
+        } else {
+            way + shape.watchdog + net.silence.max(shape.handoff_timeout)
+        }
     }
 
     /// What is still held, if anything.

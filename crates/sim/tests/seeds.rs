@@ -49,6 +49,7 @@ const MUST_HAPPEN: &[(&str, u64)] = &[
     ("late chunk ignored", 10),
     ("late hand-off refused", 3),
     ("hand-off stood still", 5),
+    ("prompt took longer than its hand-off may stand still", 20),
     ("epoch ended by a failure", 20),
     ("watchdog ended an epoch", 1),
     ("watchdog of a follower ended an epoch", 1),

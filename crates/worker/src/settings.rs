@@ -66,7 +66,7 @@ pub struct EngineSection {
     /// Submissions that may wait for the engine between two steps.
     #[arg(long, id = "engine.max_intake", default_value_t = EngineConfig::default().intake_len)]
     pub max_intake: usize,
-    /// How long one hand-off may stand still.
+    /// How long a side of a hand-off waits for the other to move.
     #[arg(
         long,
         id = "engine.handoff_timeout",

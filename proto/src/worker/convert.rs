@@ -560,6 +560,7 @@ impl From<KvMessage> for pb::PushRequest {
                 prompt_hash: commit.prompt_hash.to_vec().into(),
                 first_token: commit.first_token.map(Into::into),
             }),
+            KvMessage::Alive => Message::Alive(pb::KvAlive {}),
         };
         Self { message: Some(message) }
     }
@@ -585,6 +586,7 @@ impl TryFrom<pb::PushRequest> for KvMessage {
                 prompt_hash: fixed(&commit.prompt_hash, "commit.prompt_hash")?,
                 first_token: commit.first_token.map(Into::into),
             }),
+            Message::Alive(pb::KvAlive {}) => Self::Alive,
         })
     }
 }

@@ -286,6 +286,8 @@ pub enum KvMessage {
     Chunk(KvChunk),
     /// Last.
     Commit(KvCommit),
+    /// The sender is at work and has nothing new.
+    Alive,
 }
 
 /// Names the hand-off and what both sides must agree on.

@@ -195,11 +195,11 @@ async fn other_mistakes_are_refused_by_name() {
     let default = GenerateOptions::default;
     assert_eq!(field(None, default()).await, "prompt");
     assert_eq!(field(text(""), default()).await, "prompt");
-    assert_eq!(field(ids(&[1, 259]), default()).await, "prompt");
+    assert_eq!(field(ids(&[1, 264]), default()).await, "prompt");
     assert_eq!(field(ids(&[u32::MAX]), default()).await, "prompt");
     assert_eq!(field(text("x"), GenerateOptions { stop: vec![String::new()], ..default() }).await, "stop[0]");
     assert_eq!(
-        field(text("x"), GenerateOptions { stop_token_ids: vec![259], ..default() }).await,
+        field(text("x"), GenerateOptions { stop_token_ids: vec![264], ..default() }).await,
         "stop_token_ids"
     );
     assert_eq!(field(text("x"), GenerateOptions { max_tokens: Some(0), ..default() }).await, "max_tokens");
@@ -208,6 +208,8 @@ async fn other_mistakes_are_refused_by_name() {
         "top_logprobs"
     );
     assert_eq!(field(text(&"x".repeat(256)), default()).await, "prompt");
+    assert_eq!(field(text("x"), GenerateOptions { max_tokens: Some(256), ..default() }).await, "max_tokens");
+    assert_eq!(field(text("x"), GenerateOptions { min_tokens: Some(256), ..default() }).await, "min_tokens");
 }
 
 #[tokio::test]
@@ -344,7 +346,7 @@ async fn the_model_is_described_with_limits_and_groups() {
     let model = models.get_model(GetModelRequest::default()).await.unwrap().into_inner().model.unwrap();
     assert_eq!(listed, std::slice::from_ref(&model));
     let limits = model.limits.unwrap();
-    assert_eq!((limits.max_context_len, limits.vocab_size, limits.max_choices), (256, 259, 64));
+    assert_eq!((limits.max_context_len, limits.vocab_size, limits.max_choices), (256, 264, 64));
     assert!(model.capabilities.unwrap().chat);
     let group = &model.groups[0];
     assert_eq!((group.name.as_str(), group.n_ranks, group.dcp_size), ("g", 2, 2));

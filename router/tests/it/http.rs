@@ -183,6 +183,7 @@ async fn errors_have_the_original_shape() {
     );
     let (status, body) = error(chat(json!({"max_tokens": 1000}))).await;
     assert_eq!((status, &body["code"]), (400, &json!("context_length_exceeded")));
+    assert_eq!(body["param"], "max_tokens");
     assert!(body["message"].as_str().unwrap().contains("256"), "{body}");
     let (status, body) = error(chat(json!({"temperature": -1}))).await;
     assert_eq!((status, &body["param"]), (400, &json!("temperature")));
@@ -385,10 +386,13 @@ async fn requests_are_counted_by_how_they_ended() {
     router.http.post_json("/v1/completions", &completion(json!({"n": 0}))).await;
     router.http.post_json("/v1/completions", &completion(json!({"stop": [""]}))).await;
     router.http.post("/v1/completions", "{").await;
+    // The model has this id and the tokenizer has not, which is noticed when the request has its place already.
+    let padding = completion(json!({"prompt": [1, 260], "echo": true}));
+    assert_eq!(router.http.post_json("/v1/completions", &padding).await.status, 400);
     let text = router.http.get("/metrics").await.text();
     for line in [
         "longreach_router_requests_total{method=\"completions\",code=\"OK\"} 1",
-        "longreach_router_requests_total{method=\"completions\",code=\"INVALID_ARGUMENT\"} 3",
+        "longreach_router_requests_total{method=\"completions\",code=\"INVALID_ARGUMENT\"} 4",
         "longreach_router_requests_in_flight 0",
         "longreach_router_ttft_seconds_count 1",
         "longreach_router_inter_token_latency_seconds_count 2",

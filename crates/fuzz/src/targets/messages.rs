@@ -73,7 +73,7 @@ async fn receive(mut queue: Deliveries) {
             }
             Delivery::Ended(_) => true,
             // Only a pull brings these.
-            Delivery::Pull { .. } | Delivery::PullMore(_) => false,
+            Delivery::Alive(_) | Delivery::Pull { .. } | Delivery::PullMore(_) => false,
         };
         let n_cells = incoming.coverage().n_seen();
         if failed || incoming.is_complete() {
@@ -108,7 +108,7 @@ pub(super) fn kv_push_seeds() -> Vec<Vec<u8>> {
         })
     };
     [
-        vec![open(), KvMessage::Chunk(first), KvMessage::Chunk(second), commit()],
+        vec![open(), KvMessage::Chunk(first), KvMessage::Alive, KvMessage::Chunk(second), commit()],
         vec![open(), KvMessage::Chunk(all.clone()), KvMessage::Chunk(all), commit()],
     ]
     .into_iter()
@@ -193,6 +193,7 @@ pub(super) fn worker_seeds() -> Vec<Vec<u8>> {
         seeds.push(tagged(4, event.to_wire()));
     }
     seeds.push(tagged(6, KvMessage::Chunk(chunk(0..1)).to_wire()));
+    seeds.push(tagged(6, KvMessage::Alive.to_wire()));
     let pull = PullRequest {
         handoff: HANDOFF,
         epoch: Epoch(3),

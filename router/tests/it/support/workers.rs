@@ -30,6 +30,9 @@ use tonic::transport::{Server, server::TcpIncoming};
 
 use super::model::EOS;
 
+/// Rows of the workers' vocabulary: padded, as those of models are, beyond what the tokenizer has.
+const VOCAB_SIZE: usize = 264;
+
 /// What a worker does with one call.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
@@ -385,7 +388,7 @@ impl DecodeHandler for DecodeDouble {
             n_ranks: 2,
             dcp_size: 2,
             max_seq_len: self.0.max_seq_len,
-            vocab_size: 259,
+            vocab_size: VOCAB_SIZE,
             pools: vec![PoolState { total: 64, free: 64, ..PoolState::default() }; 2],
             n_waiting: 0,
             n_running: 0,
@@ -549,7 +552,7 @@ impl PrefillHandler for PrefillDouble {
             worker_id: "p".to_owned(),
             layout: self.0.layout(),
             max_seq_len: self.0.max_seq_len,
-            vocab_size: 259,
+            vocab_size: VOCAB_SIZE,
             pool: PoolState { total: 64, free: 64, ..PoolState::default() },
             n_waiting: 0,
             n_running: 0,
