@@ -304,6 +304,13 @@ impl<R: Ranks> Formation<R> {
         }
     }
 
+    /// Takes back that the group is ready. Whether the store knows it now.
+    async fn withdraw(&self, epoch: Epoch) -> bool {
+        let Cluster { coordinator, keys } = &self.cluster;
+        let withdrawn = withdraw_ready(&**coordinator, keys, (&self.group, epoch));
+        matches!(timeout(WITHDRAW_TIMEOUT, withdrawn).await, Ok(Ok(())))
+    }
+
     /// Ends a life: not ready, nothing new, what is in flight finished or handed over, all ranks told.
     async fn end_life(
         &mut self,
@@ -324,18 +331,22 @@ impl<R: Ranks> Formation<R> {
         }
         self.is_serving.send_replace(false);
         self.life.send_replace(None);
-        let Cluster { coordinator, keys } = &self.cluster;
-        let withdrawn = withdraw_ready(&**coordinator, keys, (&self.group, record.epoch));
-        if !matches!(timeout(WITHDRAW_TIMEOUT, withdrawn).await, Ok(Ok(()))) {
-            info!(group, %epoch, "the store was not told that the group is gone; it ends with its lease");
-        }
+        let mut is_told = self.withdraw(epoch).await;
         if *end == End::Shutdown {
             leave.cancel();
         }
         let drained = match end {
-            End::Shutdown | End::Leaving(_) => self.settle(life.engine()).await,
+            End::Shutdown | End::Leaving(_) => {
+                let drained = self.settle(life.engine()).await;
+                // That may have taken long enough for a store that was away to come back.
+                is_told = is_told || self.withdraw(epoch).await;
+                drained
+            }
             End::Failed(_) | End::Fenced(_) | End::Stuck => Drained::Finished,
         };
+        if !is_told {
+            info!(group, %epoch, "the store was not told that the group is gone; it ends with its lease");
+        }
         self.ranks.close_doors();
         let stuck = Stuck { epoch: record.epoch, after: self.stuck_timeout };
         if *end == End::Stuck {

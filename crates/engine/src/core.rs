@@ -36,7 +36,7 @@ use crate::{
     cells::{CellSource, KvCells},
     handle::{Arrival, Command, EngineEvent, EngineHandle, EngineInfo, Submission, Work},
     inbound::InboundSet,
-    inlet::Deliveries,
+    inlet::{Deliveries, Delivery},
     intake::{Input, Intake},
     live::{self, Live, OutputLimits},
     outbound::OutboundSet,
@@ -197,7 +197,8 @@ impl Core {
             Input::Delivery(delivery) => {
                 // A rank without KV heads sees only begin and end; other ranks tell nobody how far they are.
                 let deadline = Instant::now() + self.setup.handoff_timeout;
-                self.inbound.extend(delivery.handoff(), deadline);
+                let opens = matches!(delivery, Delivery::Open { .. });
+                self.inbound.heard(delivery.handoff(), opens, deadline);
                 if let Some(HandoffEnd { handoff, result }) = self.receiver.deliver(delivery, cells) {
                     match result {
                         Ok(first_token) => {

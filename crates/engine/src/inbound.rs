@@ -16,8 +16,8 @@ pub(crate) struct Inbound {
     seq: SeqId,
     state: State,
     first_token: Option<OutputToken>,
-    /// After this the hand-off is given up. There is none from the reservation to the sender's first message: the prompt
-    /// may wait there as long as the router lets it.
+    /// After this the hand-off is given up. There is none from the reservation until the sender opens it: the prompt may
+    /// wait there as long as the router lets it.
     deadline: Option<Instant>,
 }
 
@@ -89,9 +89,12 @@ impl InboundSet {
         Progress::Complete(seq, first_token)
     }
 
-    /// Something of a hand-off came, so that it has until `deadline` again.
-    pub(crate) fn extend(&mut self, handoff: HandoffId, deadline: Instant) {
-        if let Some(inbound) = self.by_handoff.get_mut(&handoff) {
+    /// Something of a hand-off came, so that it has until `deadline` again. Only where it `opens` the hand-off does the time
+    /// begin to count: a prefix is also pulled for a prompt of which nothing will be sent, since one token ends its output.
+    pub(crate) fn heard(&mut self, handoff: HandoffId, opens: bool, deadline: Instant) {
+        if let Some(inbound) = self.by_handoff.get_mut(&handoff)
+            && (opens || inbound.deadline.is_some())
+        {
             inbound.deadline = Some(deadline);
         }
     }
@@ -115,5 +118,57 @@ impl InboundSet {
             .filter(|inbound| inbound.deadline.is_some_and(|deadline| deadline <= now))
             .map(|inbound| inbound.seq)
             .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use longreach_proto::{
+        WIRE_VERSION,
+        worker::{KvLayout, RankTarget},
+    };
+    use longreach_types::{Epoch, KvDtype};
+
+    use super::*;
+
+    fn reservation() -> Reservation {
+        let layout = KvLayout {
+            model_fingerprint: [0; 16],
+            n_layers: 1,
+            n_kv_heads: 1,
+            head_dim: 1,
+            kv_dtype: KvDtype::F32,
+            block_size: 1,
+            n_shards: 8,
+            wire_version: WIRE_VERSION,
+        };
+        let rank = RankTarget { rank: 0, dcp_rank: 0, endpoint: String::new(), kv_heads: 0..1 };
+        Reservation {
+            handoff: HandoffId(1),
+            epoch: Epoch(1),
+            cached_len: 0,
+            prefilled_here: false,
+            layout,
+            blocks: 0..1,
+            dcp_size: 1,
+            ranks: vec![rank],
+        }
+    }
+
+    #[test]
+    fn time_counts_while_ranks_get_ready_and_again_once_the_sender_has_opened() {
+        let (seq, handoff, start) = (SeqId(7), HandoffId(1), Instant::now());
+        let after = |secs| start + Duration::from_secs(secs);
+        let mut inbound = InboundSet::default();
+        inbound.insert(seq, reservation(), 1, after(1));
+        assert_eq!((inbound.overdue(start), inbound.overdue(after(1))), (vec![], vec![seq]));
+        assert!(matches!(inbound.expected(handoff), Progress::Reserved(..)));
+        inbound.heard(handoff, false, after(2));
+        assert_eq!(inbound.overdue(after(1000)), [], "a pull is no promise of more");
+        inbound.heard(handoff, true, after(3));
+        inbound.heard(handoff, false, after(4));
+        assert_eq!((inbound.overdue(after(3)), inbound.overdue(after(4))), (vec![], vec![seq]));
     }
 }

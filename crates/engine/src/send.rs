@@ -387,7 +387,7 @@ impl Lane {
 }
 
 fn alive_interval(patience: Duration) -> Duration {
-    ALIVE_INTERVAL.min(patience / 4)
+    ALIVE_INTERVAL.min(patience / 8)
 }
 
 fn open_layers(reservation: &Reservation) -> usize {

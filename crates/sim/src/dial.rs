@@ -81,10 +81,7 @@ impl SimCalls {
                     let _router_gone = accepted.send(Ok(()));
                     let (source, carried) = mpsc::channel(1);
                     let carried = conn.carry(carried, || {});
-                    futures::join!(
-                        self.dial.worker_side(submitted, source),
-                        router_side(carried, &sink, read)
-                    );
+                    futures::join!(self.worker_side(submitted, source), router_side(carried, &sink, read));
                 }
                 Err(status) => {
                     let _router_gone = accepted.send(Err(status));
@@ -133,7 +130,7 @@ impl SimCalls {
 /// How it is counted that a hand-off was given up because nothing came.
 pub(crate) const STOOD_STILL: &str = "hand-off stood still";
 
-impl SimDial {
+impl SimCalls {
     /// Puts events on their way, and ends the sequence when nobody takes them any more.
     async fn worker_side(
         &self,
@@ -157,7 +154,7 @@ impl SimDial {
 
     /// Writes down what an event says of the way that its sequence, begun at `started`, took.
     fn count(&self, event: &Result<EngineEvent, WorkerError>, started: Instant) {
-        let journal = &self.services.journal;
+        let journal = &self.dial.services.journal;
         match event {
             Ok(EngineEvent::Reserved(reservation)) => {
                 journal.count(if reservation.prefilled_here {
@@ -170,12 +167,13 @@ impl SimDial {
             Ok(EngineEvent::FirstToken(first)) => {
                 journal.count("prompt at a prefill worker");
                 journal.count_n("prompt tokens found in a cache", first.cached_len as u64);
-                if started.elapsed() > self.shape.handoff_timeout {
+                if started.elapsed() > self.dial.shape.handoff_timeout {
                     journal.count("prompt took longer than its hand-off may stand still");
                 }
             }
             Ok(EngineEvent::HandoffDone { .. }) => journal.count("hand-off done"),
             Err(WorkerError::Aborted(reason)) if reason.contains("stood still") => {
+                journal.note(format_args!("{}: {reason}", self.endpoint));
                 journal.count(STOOD_STILL);
             }
             Ok(EngineEvent::Token(_) | EngineEvent::Finish(_)) | Err(_) => {}

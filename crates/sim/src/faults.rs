@@ -12,6 +12,9 @@ use crate::{
     world::World,
 };
 
+/// How it is written down that a rank's step does not end.
+pub(crate) const COMPUTES_FOR_EVER: &str = "rank computes for ever";
+
 /// One fault: when, what, and for how long.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fault {
@@ -144,7 +147,7 @@ impl Fault {
                 let node = rng.pick(&workers);
                 let ranks = world.ranks_with_peers(node);
                 if !ranks.is_empty() && world.net.set_stuck(node, rng.pick(&ranks)) {
-                    note(&world, "rank computes for ever", &[node]);
+                    note(&world, COMPUTES_FOR_EVER, &[node]);
                 }
             }
             Kind::Rival => {

@@ -227,7 +227,7 @@ impl World {
 
     /// The process of one rank, or of all ranks of a group, until it drains or cannot go on.
     async fn run_member(self: Arc<Self>, group: Group, hosted: Range<usize>, process: Process) {
-        let (node, shape) = (group.nodes[hosted.start], &self.scenario.shape);
+        let node = group.nodes[hosted.start];
         let registrations: BTreeMap<_, _> =
             hosted.clone().map(|rank| (rank, self.enlist_rank(&group, rank, &process))).collect();
         let (life_in, life) = watch::channel(None);
@@ -243,7 +243,7 @@ impl World {
             ranks: SimRanks::new(Arc::clone(&self), group.clone(), hosted, process.clone()),
             registrations: registrations.clone(),
             drain_grace: DRAIN_GRACE,
-            stuck_timeout: shape.watchdog + STUCK_MARGIN,
+            stuck_timeout: self.stuck_timeout(),
         };
         match member.live(life_in, &process.shutdown, &process.leave).await {
             Ok(drained) => {
@@ -273,6 +273,11 @@ impl World {
                 });
             }
         }
+    }
+
+    /// How long a rank whose peers have left may not come back.
+    pub(crate) fn stuck_timeout(&self) -> Duration {
+        self.scenario.shape.watchdog + STUCK_MARGIN
     }
 
     fn enlist_rank(

@@ -22,7 +22,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use crate::{
     client::Request,
     dial::{STOOD_STILL, SimDial},
-    faults,
+    faults::{self, COMPUTES_FOR_EVER},
     journal::{Journal, Report},
     net::{Death, Net, NodeId},
     rng::Rng,
@@ -169,15 +169,16 @@ impl World {
     }
 
     /// How long blocks may stay held after the last client has gone. Where nothing was wrong that is the way of the
-    /// news; otherwise a silence, or a hand-off that stands still, must be noticed first.
+    /// news; otherwise a silence, or a hand-off that stands still, must be noticed first. A rank that computes for ever is
+    /// given up by the others, and then by its own process.
     fn reclaim(&self) -> Duration {
         let Scenario { shape, net, .. } = &self.scenario;
         let way = Duration::from_secs(1) + 20 * net.max_delay;
         if self.scenario.is_calm() {
-            way
-        } else {
-            way + shape.watchdog + net.silence.max(shape.handoff_timeout)
+            return way;
         }
+        let stuck = if self.journal.n(COMPUTES_FOR_EVER) > 0 { self.stuck_timeout() } else { Duration::ZERO };
+        way + shape.watchdog + stuck + net.silence.max(shape.handoff_timeout)
     }
 
     /// What is still held, if anything.
